@@ -1,0 +1,333 @@
+"""Every number a run depends on, in one place, named as the paper names it.
+
+A `Config` is four frozen dataclasses. It checks itself when it is made, goes to JSON and back, and
+knows which of its settings may change when a run is continued.
+"""
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+FORMAT_VERSION = 1
+"""Of the run folder: config.json, the parameters' names and the files beside them."""
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    less_than: float | None = None,
+    may_change: bool = False,
+) -> Any:
+    """A field of a config: its default, its range, and whether a run that goes on may change it."""
+    limits = {"at_least": at_least, "more_than": more_than, "less_than": less_than}
+    return dataclasses.field(default=default, metadata={**limits, "may_change": may_change})
+
+
+def _check_known(where: str | Path, given: dict, known: dict) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"{where} has no setting {unknown[0]!r}; it knows {', '.join(known)}.")
+
+
+def _check_fields(config: Any, group: str) -> None:
+    """Hold every field to its type and its range."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
+        if not _has_type(value, hints[field.name]):
+            raise ValueError(f"{name} must be {rule}; got {value!r}.")
+        if value is None or isinstance(value, (str, bool)):
+            continue
+        at_least, more_than, less_than = (
+            field.metadata[limit] for limit in ("at_least", "more_than", "less_than")
+        )
+        rules = [
+            (at_least is None or value >= at_least, f"at least {at_least}"),
+            (more_than is None or value > more_than, f"more than {more_than}"),
+            (less_than is None or value < less_than, f"less than {less_than}"),
+        ]
+        broken = [text for holds, text in rules if not holds]
+        if broken:
+            raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in (types.UnionType, Union):
+        return any(_has_type(value, choice) for choice in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _type_rule(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+    if get_origin(hint) in (types.UnionType, Union):
+        return " or ".join(_type_rule(choice) for choice in get_args(hint))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names.get(hint, "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where sentence pairs come from, and how they become rows of tokens (section 5.1)."""
+
+    corpus: str = setting("cldr:en-ko")
+    """`cldr:en-ko` (embedded, any two CLDR locales), `text:DIR` (train.en, train.de, ...; also .gz
+    or one .tsv) or `tfds:wmt14_translate/de-en` (any tfds translation set)."""
+
+    languages: str = setting("")
+    """Source and target language as `en-de`. Empty: as the corpus names them."""
+
+    tokenizer_sample: int = setting(1_000_000, at_least=1)
+    """Train the tokenizer on at most this many pairs, drawn evenly from the training split."""
+
+    row_length: int = setting(64, at_least=8)
+    """Places in a row, for source and target alike. A pair that needs more is dropped and counted."""
+
+    rows_per_batch: int = setting(32, at_least=1)
+    """Rows a training step reads on all devices together, before gradient accumulation."""
+
+    workers: int = setting(0, at_least=0, may_change=True)
+    """Processes that assemble batches; 0 uses a thread, which keeps up with a CPU."""
+
+    cache_dir: str = setting("", may_change=True)
+    """Where prepared corpora are kept. Empty: `flaxformer_min` in the user's cache folder."""
+
+    download: bool = setting(False, may_change=True)
+    """Let tfds download a set that is not prepared yet."""
+
+    def __post_init__(self):
+        """Check types, ranges and relations."""
+        _check_fields(self, "data")
+        if self.languages and (self.languages.count("-") != 1 or "" in self.languages.split("-")):
+            raise ValueError(
+                "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
+                f"got {self.languages!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of figure 1; the defaults are the row "base" of the paper's table 3."""
+
+    vocab_size: int = setting(37_000, at_least=4)
+    """Pieces of the target vocabulary, and of the source's where they share one."""
+
+    source_vocab_size: int | None = setting(None, at_least=4)
+    """Pieces of the source's own vocabulary; None: source and target share one."""
+
+    num_layers: int = setting(6, at_least=1)
+    """N, layers of the encoder and of the decoder."""
+
+    d_model: int = setting(512, at_least=2)
+    """Width of a token's vector."""
+
+    d_ff: int = setting(2048, at_least=1)
+    """Width of the feed-forward network's inner layer."""
+
+    num_heads: int = setting(8, at_least=1)
+    """h, attention heads; each is d_model / num_heads wide."""
+
+    dropout: float = setting(0.1, at_least=0, less_than=1)
+    """P_drop, on embeddings and on the output of every sub-layer (section 5.4)."""
+
+    attention_dropout: float = setting(0.0, at_least=0, less_than=1)
+    """Dropout of attention weights; not in the paper."""
+
+    feed_forward_dropout: float = setting(0.0, at_least=0, less_than=1)
+    """Dropout after the feed-forward network's ReLU; not in the paper."""
+
+    norm: Literal["post", "pre"] = setting("post")
+    """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
+
+    positional_encoding: Literal["interleaved", "halves", "none"] = setting("interleaved")
+    """Sine and cosine in turn (the paper), all sines before all cosines, or none (for ablations)."""
+
+    embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
+    """One matrix for source, target and output (the paper); one for target and output; or three,
+    the output with a bias."""
+
+    dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
+    """What the layers compute in. Parameters, softmax, norms and loss are always float32."""
+
+    def __post_init__(self):
+        """Check types, ranges and relations."""
+        _check_fields(self, "model")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                "model.d_model must be a multiple of model.num_heads, so that the heads share it "
+                f"evenly; got d_model={self.d_model}, num_heads={self.num_heads}."
+            )
+        if self.d_model % 2 and self.positional_encoding != "none":
+            raise ValueError(
+                "model.d_model must be even, because sines and cosines come in pairs; "
+                f"got {self.d_model}."
+            )
+        if self.embeddings == "shared" and self.source_vocab_size is not None:
+            raise ValueError(
+                "model.embeddings='shared' needs one vocabulary for both languages; got "
+                f"source_vocab_size={self.source_vocab_size}. Leave it out, or choose "
+                "embeddings='target_tied' or 'separate'."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How long, how fast and how carefully to learn (sections 5.2-5.4)."""
+
+    steps: int = setting(100_000, at_least=1, may_change=True)
+    """Updates of the parameters."""
+
+    warmup_steps: int = setting(4_000, at_least=1)
+    """Steps over which the learning rate rises (equation 3)."""
+
+    learning_rate_scale: float = setting(1.0, more_than=0)
+    """Factor on equation 3; 1 is the paper."""
+
+    cooldown_steps: int = setting(0, at_least=0, may_change=True)
+    """Over the last steps the learning rate falls to zero in a line; 0 is the paper."""
+
+    adam_b1: float = setting(0.9, at_least=0, less_than=1)
+    """Adam's β₁."""
+
+    adam_b2: float = setting(0.98, at_least=0, less_than=1)
+    """Adam's β₂."""
+
+    adam_epsilon: float = setting(1e-9, more_than=0)
+    """Adam's ε."""
+
+    label_smoothing: float = setting(0.1, at_least=0, less_than=1)
+    """ε_ls, the share of each label that is spread over the vocabulary."""
+
+    gradient_accumulation: int = setting(1, at_least=1)
+    """Batches whose gradients are summed into one update."""
+
+    clip_norm: float | None = setting(None, more_than=0)
+    """Scale a larger gradient down to this norm; None is the paper."""
+
+    seed: int = setting(0, at_least=0)
+    """Of parameters, dropout and the order of rows."""
+
+    log_every: int = setting(50, at_least=1, may_change=True)
+    """Steps between two lines of metrics."""
+
+    validate_every: int = setting(1_000, at_least=1, may_change=True)
+    """Steps between two validations."""
+
+    validation_sentences: int = setting(200, at_least=0, may_change=True)
+    """Validation pairs that are translated for BLEU; the loss is measured on all of them."""
+
+    save_every: int = setting(1_000, at_least=1, may_change=True)
+    """Steps between two checkpoints."""
+
+    keep_checkpoints: int = setting(3, at_least=1, may_change=True)
+    """Newest checkpoints kept; the best by validation is kept besides."""
+
+    def __post_init__(self):
+        """Check types, ranges and relations."""
+        _check_fields(self, "training")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingConfig:
+    """How a translation is searched for (section 6.1)."""
+
+    beam_size: int = setting(4, at_least=1, may_change=True)
+    """Hypotheses a sentence; 1 is greedy."""
+
+    length_penalty: float = setting(0.6, at_least=0, may_change=True)
+    """α of Wu et al. 2016; 0 prefers short translations."""
+
+    max_extra_tokens: int = setting(50, at_least=1, may_change=True)
+    """A translation has at most as many tokens as its source and these."""
+
+    batch_size: int = setting(64, at_least=1, may_change=True)
+    """Sentences that are searched for at once."""
+
+    def __post_init__(self):
+        """Check types, ranges and relations."""
+        _check_fields(self, "decoding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run.
+
+    >>> config = Config(model=ModelConfig(d_model=128, num_heads=4))
+    >>> config.model.d_ff, config.training.warmup_steps
+    (2048, 4000)
+    >>> Config.from_json(config.to_json()) == config
+    True
+    """
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    decoding: DecodingConfig = DecodingConfig()
+
+    def __post_init__(self):
+        """Check what two groups must agree on."""
+        if self.decoding.beam_size > self.model.vocab_size:
+            raise ValueError(
+                "decoding.beam_size must not exceed model.vocab_size, for there are no more "
+                f"continuations; got {self.decoding.beam_size} and {self.model.vocab_size}."
+            )
+
+    def to_json(self) -> str:
+        """This config and the format's version, as JSON."""
+        content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        return json.dumps(content, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str | Path = "config.json") -> "Config":
+        """The config that `to_json` wrote. Settings that are not there get their default.
+
+        Raises ValueError for broken JSON, a newer format, an unknown setting or a wrong value.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} must be JSON; {error}.") from error
+        if not isinstance(content, dict) or not isinstance(content.get("format_version"), int):
+            raise ValueError(f"{where} must hold a format_version; it is no flaxformer_min config.")
+        version = content.pop("format_version")
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"{where} has format {version}, and this flaxformer_min reads up to "
+                f"{FORMAT_VERSION}. Install a newer flaxformer_min."
+            )
+        groups = {field.name: field.type for field in dataclasses.fields(cls)}
+        _check_known(where, content, groups)
+        for name, value in content.items():
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
+            _check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
+        return cls(**{name: groups[name](**value) for name, value in content.items()})
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """The settings that a continued run must not change and that differ, one line each.
+
+    >>> longer = Config(training=TrainingConfig(steps=7))
+    >>> differences(Config(), longer)
+    []
+    >>> differences(Config(), Config(model=ModelConfig(d_ff=64)))
+    ['model.d_ff: 2048 in the run, 64 now']
+    """
+    return [
+        f"{group.name}.{field.name}: {before!r} in the run, {now!r} now"
+        for group in dataclasses.fields(Config)
+        for field in dataclasses.fields(group.type)
+        if not field.metadata["may_change"]
+        for before in [getattr(getattr(old, group.name), field.name)]
+        for now in [getattr(getattr(new, group.name), field.name)]
+        if before != now
+    ]
