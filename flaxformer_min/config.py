@@ -90,7 +90,7 @@ class DataConfig:
     """Train the tokenizer on at most this many pairs, drawn evenly from the training split."""
 
     row_length: int = setting(64, at_least=8)
-    """Places in a row, for source and target alike. A pair that needs more is dropped and counted."""
+    """Places in a row, for source and target alike. A longer pair is dropped and counted."""
 
     rows_per_batch: int = setting(32, at_least=1)
     """Rows a training step reads on all devices together, before gradient accumulation."""
@@ -149,7 +149,7 @@ class ModelConfig:
     """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
 
     positional_encoding: Literal["interleaved", "halves", "none"] = setting("interleaved")
-    """Sine and cosine in turn (the paper), all sines before all cosines, or none (for ablations)."""
+    """Sines and cosines in turn (the paper), all sines first, or none (for ablations)."""
 
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
     """One matrix for source, target and output (the paper); one for target and output; or three,

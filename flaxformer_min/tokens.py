@@ -43,7 +43,7 @@ def one_sentence_per_row(ids: Int[Array, "*batch length"]) -> Tokens:
 
 
 def shift_right(target: Tokens) -> Tokens:
-    """What the decoder reads while it learns to write `target`: figure 1, "outputs (shifted right)".
+    """What the decoder reads to learn to write `target`: figure 1, "outputs (shifted right)".
 
     Every sentence starts from BOS, also the second and third of a packed row.
 
