@@ -1,0 +1,37 @@
+"""The box "Add & Norm" around every sub-layer (sections 3.1 and 5.4)."""
+
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.dropout import Dropout
+
+EPSILON = 1e-6
+
+
+class AddAndNorm(nn.Module):
+    """The residual sum around a sub-layer, and where its layer norm stands.
+
+    norm="post", the paper:                 LayerNorm(x + Dropout(Sublayer(x)))
+    norm="pre" (Xiong et al. 2020):         x + Dropout(Sublayer(LayerNorm(x)))
+
+    Used as `x = box.add(x, sublayer(box.before(x)))`.
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        """One norm, before or after."""
+        self.norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
+        self.dropout = Dropout(self.config.dropout)
+
+    def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+        """What the sub-layer reads."""
+        return self.norm(x) if self.config.norm == "pre" else x
+
+    def add(
+        self, x: Float[Array, "*batch d_model"], output: Float[Array, "*batch d_model"]
+    ) -> Float[Array, "*batch d_model"]:
+        """What the next sub-layer gets: `x` and the sub-layer's `output` together."""
+        total = x + self.dropout(output)
+        return total if self.config.norm == "pre" else self.norm(total)

@@ -1,0 +1,80 @@
+"""The box "Scaled Dot-Product Attention" (figure 2, section 3.2.1): the maths, for one head."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def attention_weights(
+    query: Float[Array, "queries d_k"],
+    key: Float[Array, "keys d_k"],
+    mask: Bool[Array, "queries keys"],
+) -> Float[Array, "queries keys"]:
+    """How much each query attends to each key: softmax(Q Kᵀ / √d_k), equation 1.
+
+    Rows sum to one; a masked key gets exactly zero; a query that may attend to nothing gets zeros,
+    and finite gradients. The softmax is taken in float32 whatever the inputs are.
+
+    >>> attention_weights(jnp.ones((1, 4)), jnp.ones((3, 4)), jnp.array([[True, True, False]]))
+    Array([[0.5, 0.5, 0. ]], dtype=float32)
+    """
+    scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
+    # The lowest number instead of -inf: a row of -inf would make the gradients NaN.
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(query.dtype)
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "queries d_k"],
+    key: Float[Array, "keys d_k"],
+    value: Float[Array, "keys d_v"],
+    mask: Bool[Array, "queries keys"],
+) -> tuple[Float[Array, "queries d_v"], Float[Array, "queries keys"]]:
+    """Each query's mean of the values, weighted by how much it attends to their keys; equation 1.
+
+    Returns the output and the weights. Written for one head of one sentence;
+    `batched_scaled_dot_product_attention` is the same for all heads of all sentences.
+
+    >>> import jax.numpy as jnp
+    >>> key, value = jnp.eye(2) * 100, jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> output, weights = scaled_dot_product_attention(key, key, value, jnp.ones((2, 2), bool))
+    >>> output
+    Array([[1., 2.],
+           [3., 4.]], dtype=float32)
+    >>> weights
+    Array([[1., 0.],
+           [0., 1.]], dtype=float32)
+    """
+    weights = attention_weights(query, key, mask)
+    return weights @ value, weights
+
+
+# heads are axis 1 of query, key and value: [length heads d]; weights come as [heads queries keys]
+weights_of_all_heads = jax.vmap(attention_weights, in_axes=(1, 1, None))
+batched_attention_weights = jax.jit(jax.vmap(weights_of_all_heads))
+batched_weighted_sum = jax.jit(jax.vmap(jax.vmap(jnp.matmul, in_axes=(0, 1), out_axes=1)))
+batched_scaled_dot_product_attention = jax.jit(
+    jax.vmap(jax.vmap(scaled_dot_product_attention, in_axes=(1, 1, 1, None), out_axes=(1, 0)))
+)
+
+
+class KeyValue(NamedTuple):
+    """What is attended to. In training: a sentence. In decoding: what was written so far."""
+
+    keys: Float[Array, "batch places heads d_k"]
+    values: Float[Array, "batch places heads d_k"]
+
+    def write(self, new: "KeyValue", place: Int[Array, ""]) -> "KeyValue":
+        """The same, with `new` from `place` on.
+
+        >>> empty = KeyValue(jnp.zeros((1, 3, 1, 1)), jnp.zeros((1, 3, 1, 1)))
+        >>> new = KeyValue(jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)))
+        >>> empty.write(new, jnp.int32(1)).keys.ravel()
+        Array([0., 1., 0.], dtype=float32)
+        """
+        return KeyValue(
+            jax.lax.dynamic_update_slice_in_dim(self.keys, new.keys, place, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(self.values, new.values, place, axis=1),
+        )

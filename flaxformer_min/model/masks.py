@@ -1,0 +1,70 @@
+"""Who may attend to whom (section 3.2.3). Every mask compares two columns; True = may attend.
+
+Written for one sentence or row; the batched versions stand below each.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def padding_mask(
+    queries: Int[Array, " queries"], keys: Int[Array, " keys"]
+) -> Bool[Array, "queries keys"]:
+    """A token may attend to every token, and never to padding.
+
+    Takes ids or segments: both are 0 where there is padding.
+
+    >>> padding_mask(jnp.array([5, 6]), jnp.array([7, 8, 0])).astype(int)
+    Array([[1, 1, 0],
+           [1, 1, 0]], dtype=int32)
+    """
+    return jnp.broadcast_to(keys[None, :] != 0, (queries.shape[0], keys.shape[0]))
+
+
+def segment_mask(
+    query_segments: Int[Array, " queries"], key_segments: Int[Array, " keys"]
+) -> Bool[Array, "queries keys"]:
+    """A token of a packed row may attend to its own sentence, and never to padding.
+
+    >>> segment_mask(jnp.array([1, 2]), jnp.array([1, 2, 0])).astype(int)
+    Array([[1, 0, 0],
+           [0, 1, 0]], dtype=int32)
+    """
+    keys = key_segments[None, :]
+    return (query_segments[:, None] == keys) & (keys > 0)
+
+
+def look_ahead_mask(
+    query_positions: Int[Array, " queries"], key_positions: Int[Array, " keys"]
+) -> Bool[Array, "queries keys"]:
+    """A token may attend to itself and to what stands before it, and never to its future.
+
+    >>> look_ahead_mask(jnp.arange(3), jnp.arange(3)).astype(int)
+    Array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 1]], dtype=int32)
+    """
+    return query_positions[:, None] >= key_positions[None, :]
+
+
+def ancestor_mask(
+    ancestors: Int[Array, "hypotheses columns"], slots: Int[Array, " slots"]
+) -> Bool[Array, "hypotheses places"]:
+    """A hypothesis may attend to what its own ancestors wrote.
+
+    In decoding, all hypotheses of a sentence share one memory; place `column * slots + slot` holds
+    what the hypothesis in `slot` wrote at `column`. `ancestors` names the slot of each
+    hypothesis's ancestor at each column, and -1 where nothing of it is written.
+
+    >>> ancestor_mask(jnp.array([[0, 1, -1], [0, 0, -1]]), jnp.arange(2)).astype(int)
+    Array([[1, 0, 0, 1, 0, 0],
+           [1, 0, 1, 0, 0, 0]], dtype=int32)
+    """
+    return (ancestors[:, :, None] == slots[None, None, :]).reshape(ancestors.shape[0], -1)
+
+
+batched_padding_mask = jax.vmap(padding_mask)
+batched_segment_mask = jax.vmap(segment_mask)
+batched_look_ahead_mask = jax.vmap(look_ahead_mask)
+batched_ancestor_mask = jax.vmap(ancestor_mask, in_axes=(0, None))

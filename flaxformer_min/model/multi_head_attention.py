@@ -1,0 +1,57 @@
+"""The box "Multi-Head Attention" (figure 2, section 3.2.2)."""
+
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.attention import (
+    KeyValue,
+    batched_attention_weights,
+    batched_weighted_sum,
+)
+from flaxformer_min.model.dropout import Dropout
+
+
+class MultiHeadAttention(nn.Module):
+    """Concat(head₁, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V).
+
+    One module, three uses: self-attention gives it its own keys and values, cross-attention those
+    of the encoder, cached decoding those written so far. Where "intermediates" are mutable, the
+    weights are sown as "weights": [batch heads queries keys].
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        """All heads of a projection lie side by side in one matrix."""
+        self.query = self._projection()
+        self.key = self._projection()
+        self.value = self._projection()
+        self.output = self._projection()
+        self.dropout = Dropout(self.config.attention_dropout)
+
+    def _projection(self) -> nn.Dense:
+        config = self.config
+        init = nn.initializers.xavier_uniform()
+        return nn.Dense(config.d_model, dtype=config.dtype, kernel_init=init)
+
+    def _heads(
+        self, x: Float[Array, "batch length d_model"]
+    ) -> Float[Array, "batch length heads d_k"]:
+        return x.reshape(*x.shape[:-1], self.config.num_heads, -1)
+
+    def keys_values(self, x: Float[Array, "batch places d_model"]) -> KeyValue:
+        """Project what will be attended to. Done once for the encoder's output."""
+        return KeyValue(self._heads(self.key(x)), self._heads(self.value(x)))
+
+    def __call__(
+        self,
+        x: Float[Array, "batch queries d_model"],
+        attended: KeyValue,
+        mask: Bool[Array, "batch queries places"],
+    ) -> Float[Array, "batch queries d_model"]:
+        """Each token of `x` gathers what it needs from `attended`."""
+        weights = batched_attention_weights(self._heads(self.query(x)), attended.keys, mask)
+        self.sow("intermediates", "weights", weights)
+        gathered = batched_weighted_sum(self.dropout(weights), attended.values)
+        return self.output(gathered.reshape(x.shape))
