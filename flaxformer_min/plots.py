@@ -1,0 +1,391 @@
+"""Pictures of what a model does and learns: arrays in, figures (or one web page) out.
+
+Figures need matplotlib (`pip install 'flaxformer_min[plots]'`), the web page needs nothing. All
+figures are objects of their own, without pyplot's global state, so they can be made anywhere.
+"""
+
+import base64
+import functools
+import hashlib
+import importlib.resources
+import json
+import math
+import os
+import unicodedata
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BASE_FONT = "DejaVu Sans"  # comes with matplotlib
+_BLUE, _ORANGE, _GREEN, _VIOLET, _GREY = "#2563a8", "#d9641e", "#2e8b57", "#7a4fa3", "#8a8f98"
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def attention_figure(
+    weights: Any, source_tokens: Sequence[str], target_tokens: Sequence[str], title: str = ""
+) -> "Figure":
+    """Who looks at whom: one panel a head, a row a target token, a column a source token.
+
+    weights: [heads target source] or [target source], from 0 to 1; for the mean of all heads give
+             `weights.mean(0)`, for self-attention the same tokens twice. All panels share one
+             scale of colours, from 0 to the largest weight.
+
+    A space (`▁` in the pieces of SentencePiece) is drawn as `␣`. Characters that no installed font
+    has become `□`, with a warning that says what to install. Raises ValueError where shapes and
+    tokens disagree, ImportError without matplotlib.
+    """
+    shape = "[heads target source]"
+    weights = _checked("weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3))
+    weights = weights[None] if weights.ndim == 2 else weights
+    labels = [_readable(token) for token in (*source_tokens, *target_tokens)]
+    (*labels, title), families = _with_fonts([*labels, title])
+    sources, targets = labels[: len(source_tokens)], labels[len(source_tokens) :]
+    figure, panels, fontsize = _panels(len(weights), sources, targets)
+    text = {"fontsize": fontsize, "fontfamily": families, "parse_math": False}
+    for head, (axes, panel) in enumerate(zip(panels, weights, strict=True), start=1):
+        image = axes.imshow(panel, cmap="Blues", vmin=0, vmax=weights.max() or 1)
+        axes.set_xticks(range(len(sources)), sources, rotation=90, **text)
+        axes.set_yticks(range(len(targets)), targets, **text)
+        _separate_cells(axes, panel.shape)
+        if len(weights) > 1:
+            axes.set_title(f"head {head}", fontsize=11)
+    figure.colorbar(image, ax=panels, label="attention weight", shrink=0.8, aspect=30, pad=0.02)
+    if title:
+        figure.suptitle(title, fontfamily=families, parse_math=False, fontsize=13)
+    return figure
+
+
+def positions_figure(encoding_interleaved: Any, encoding_halves: Any) -> "Figure":
+    """The positional encoding in both of its layouts, side by side (section 3.5).
+
+    Both are [positions d_model]: sines and cosines in turn, and all sines before all cosines.
+    Raises ValueError where they are no such arrays of one shape, ImportError without matplotlib.
+    """
+    both = {
+        "interleaved: sine and cosine in turn": np.asarray(encoding_interleaved, np.float32),
+        "halves: all sines, then all cosines": np.asarray(encoding_halves, np.float32),
+    }
+    shapes = [encoding.shape for encoding in both.values()]
+    if len(shapes[0]) != 2 or shapes[0] != shapes[1] or 0 in shapes[0]:
+        raise ValueError(
+            "Both encodings must be [positions d_model] and of one shape; got "
+            f"{shapes[0]} and {shapes[1]}."
+        )
+    figure = _new_figure(figsize=(15, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    as_is = {"aspect": "auto", "interpolation": "nearest"}
+    for axes, (name, encoding) in zip(panels, both.items(), strict=True):
+        image = axes.imshow(encoding, cmap="RdBu_r", vmin=-1, vmax=1, **as_is)
+        axes.set(title=name, xlabel="dimension of the vector")
+        axes.locator_params(integer=True)
+    panels[0].set_ylabel("position in the sentence")
+    figure.colorbar(image, ax=panels, label="value", pad=0.02)
+    return figure
+
+
+def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
+    """How training went: loss, BLEU, learning rate and tokens per second over the steps.
+
+    metrics: the records of a run's metrics.jsonl. Lines of training have "step", "loss",
+             "learning_rate" and "tokens_per_second", lines of validation "step",
+             "validation_loss" and "validation_bleu"; any may be missing. Where a run was continued
+             and a step stands there twice, the later record counts.
+
+    Raises ImportError without matplotlib.
+    """
+    records = list(metrics)
+    figure = _new_figure(figsize=(10.5, 6.5), layout="constrained")
+    (loss, score), (rate, speed) = figure.subplots(2, 2, sharex=True)
+    _draw_curve(loss, records, "loss", _BLUE, label="training")
+    _draw_curve(loss, records, "validation_loss", _ORANGE, label="validation")
+    _draw_curve(score, records, "validation_bleu", _ORANGE, label="validation")
+    _draw_curve(rate, records, "learning_rate", _GREEN)
+    _draw_curve(speed, records, "tokens_per_second", _VIOLET)
+    _finish_curves(loss, "loss (nats a token)", from_zero=False)
+    _finish_curves(score, "BLEU")
+    _finish_curves(rate, "learning rate")
+    _finish_curves(speed, "tokens per second")
+    for axes in (rate, speed):
+        axes.set_xlabel("step")
+    return figure
+
+
+def save(figure: "Figure", path: str | Path) -> None:
+    """Write a figure as its suffix says: .png, .svg or .pdf.
+
+    The file is there whole or not at all, also where the run is killed meanwhile. Raises
+    ValueError for another suffix or a folder that is not there.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ValueError(
+            f"A figure is saved as {', '.join(_SUFFIXES)}; got {str(path)!r}. Choose one of these."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"There is no folder {str(path.parent)!r} to save in; make it first.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Without a date, equal figures are equal files.
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+    try:
+        figure.savefig(partial, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def attention_page(
+    maps: Mapping[str, Any],
+    source_tokens: Sequence[str],
+    target_tokens: Sequence[str],
+    *,
+    source_language: str = "",
+    target_language: str = "",
+) -> str:
+    """A web page to explore every attention of one translation: hover or focus a token.
+
+    maps: "encoder", "decoder" and "cross" (one is enough), each [layers heads queries keys]. In
+          "encoder" the source looks at the source, in "decoder" the target at the target, in
+          "cross" the target at the source.
+    source_language, target_language: as `ko`; they tell a browser how to write and speak tokens.
+
+    The page is one text without a link to anything, so it can be mailed and opened offline; it
+    works with mouse, finger, keyboard and screen reader. Weights are rounded to four digits.
+    Raises ValueError for an unknown map or where shapes and tokens disagree.
+    """
+    known = {"cross": ("target", "source"), "encoder": ("source",) * 2, "decoder": ("target",) * 2}
+    if not maps or set(maps) - set(known):
+        raise ValueError(f"maps must be some of {', '.join(known)}; got {list(maps)}.")
+    tokens = {"source": list(source_tokens), "target": list(target_tokens)}
+    content = {
+        "tokens": tokens,
+        "languages": {"source": source_language, "target": target_language},
+        "maps": {
+            name: {
+                "queries": queries,
+                "keys": keys,
+                "weights": _ten_thousandths(name, maps[name], tokens[queries], tokens[keys]),
+            }
+            for name, (queries, keys) in known.items()
+            if name in maps
+        },
+    }
+    return _fill_page(content)
+
+
+def _checked(
+    name: str, weights: Any, shape: str, queries: int, keys: int, dimensions: tuple[int, ...]
+) -> np.ndarray:
+    weights = np.asarray(weights, np.float32)
+    if weights.ndim not in dimensions or weights.shape[-2:] != (queries, keys) or not weights.size:
+        raise ValueError(
+            f"{name} must be {shape}, one row a token that looks and one column a token that is "
+            f"looked at; got shape {weights.shape} for {queries} and {keys} tokens. Cut padding "
+            "off, and give the end of sentence to both or to neither."
+        )
+    # A row sums to one but for bfloat16's rounding.
+    if not (weights.min() >= 0 and weights.max() <= 1.01):
+        raise ValueError(
+            f"{name} must be attention weights, from 0 to 1; got {weights.min()} to "
+            f"{weights.max()}. Take them after the softmax."
+        )
+    return weights
+
+
+def _ten_thousandths(
+    name: str, weights: Any, queries: Sequence[str], keys: Sequence[str]
+) -> list[list[list[list[int]]]]:
+    """Whole numbers, because `1234` is shorter than `0.1234`."""
+    shape = "[layers heads queries keys]"
+    weights = _checked(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
+    return np.round(weights * 10_000).astype(int).tolist()
+
+
+def _fill_page(content: dict[str, Any]) -> str:
+    page = importlib.resources.files(__package__) / "attention_page.html"
+    page = page.read_text(encoding="utf-8")
+    script = page.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # A token may be "</script>" or "<!--", and JSON lets "<" be written so that HTML sees neither.
+    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    return page.replace("{{script digest}}", digest).replace("{{data}}", data)
+
+
+def _readable(token: str) -> str:
+    """One line without surprises.
+
+    >>> _readable("▁the"), _readable("a\\n"), _readable("Donaudampfschifffahrtsgesellschaft")
+    ('␣the', 'a\\\\n', 'Donaudampfschifffahrts…')
+    """
+    token = token.replace("▁", "␣").replace(" ", "␣")
+    shown = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in token]
+    return "".join(shown if len(shown) <= 24 else [*shown[:22], "…"])
+
+
+def _new_figure(**size: Any) -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib; install it with: pip install 'flaxformer_min[plots]'"
+        ) from error
+    return Figure(**size)
+
+
+def _panels(
+    count: int, sources: list[str], targets: list[str]
+) -> tuple["Figure", list["Axes"], float]:
+    """A figure of `count` panels of square cells, as near to a screen's 16:10 as it gets."""
+    longest = max(len(sources), len(targets))
+    cell = max(0.15, min(0.36, 8 / longest), 2 / longest)
+    fontsize = min(10, 56 * cell)
+    em = fontsize / 72
+    left, top = (max(map(_width, side)) * em + 0.1 for side in (targets, sources))
+    width, height = len(sources) * cell + 0.25, len(targets) * cell + top + 0.45
+    across = min(
+        range(1, count + 1), key=lambda n: max(n * width, 1.6 * math.ceil(count / n) * height)
+    )
+    down = math.ceil(count / across)
+    figure = _new_figure(
+        figsize=(left + across * width + 1.2, down * height + 0.6), layout="compressed"
+    )
+    grid = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count]), fontsize
+
+
+def _separate_cells(axes: "Axes", shape: tuple[int, int]) -> None:
+    axes.tick_params(top=False, labeltop=True, bottom=False, labelbottom=False, left=False)
+    rows, columns = (np.arange(size + 1) - 0.5 for size in shape)
+    # Two collections draw ten times faster than a grid of minor ticks.
+    axes.hlines(rows, columns[0], columns[-1], color="#e3e8ee", linewidth=0.6)
+    axes.vlines(columns, rows[0], rows[-1], color="#e3e8ee", linewidth=0.6)
+    axes.set(xlim=columns[[0, -1]], ylim=rows[[-1, 0]])
+    axes.spines[:].set_visible(False)
+
+
+def _width(text: str) -> float:
+    """In ems, roughly: a Hangul or CJK character is one, a Latin one about 0.62."""
+    return sum(1.0 if unicodedata.east_asian_width(c) in "WF" else 0.62 for c in text)
+
+
+def _draw_curve(
+    axes: "Axes", records: list[Mapping[str, Any]], name: str, color: str, label: str | None = None
+) -> None:
+    points = {
+        record["step"]: record[name]
+        for record in records
+        if record.get("step") is not None and record.get(name) is not None
+    }
+    if points:
+        steps = sorted(points)
+        few = {"marker": "o", "markersize": 4} if len(steps) <= 40 else {"linewidth": 1.2}
+        axes.plot(steps, [points[step] for step in steps], color=color, label=label, **few)
+
+
+def _finish_curves(axes: "Axes", title: str, from_zero: bool = True) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dfe3e8", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter(EngFormatter(sep="") if "tokens" in title else "{x:g}")
+    if not axes.lines:
+        middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
+        axes.text(0.5, 0.5, "not recorded", color=_GREY, **middle)
+        axes.set_yticks([])
+        return
+    axes.locator_params(axis="x", integer=True)
+    if from_zero:
+        axes.update_datalim([(axes.lines[0].get_xdata()[0], 0)])
+        axes.autoscale_view()
+        axes.set_ylim(bottom=0)
+    if not axes.lines[0].get_label().startswith("_"):
+        axes.legend(frameon=False)
+
+
+def _with_fonts(texts: list[str]) -> tuple[list[str], list[str]]:
+    """The texts as they can be drawn, and the families of fonts that do it, first choice first."""
+    families, missing = [_BASE_FONT], {c for text in texts for c in text if c.isprintable()}
+    missing -= _characters_of(*_regular_fonts()[_BASE_FONT])
+    for look_again in (False, True):
+        if missing and look_again:
+            _find_new_fonts()
+        fonts = _regular_fonts() if missing else {}
+        while fonts and (found := _best_font(fonts, missing, texts)):
+            families.append(found)
+            missing -= _characters_of(*fonts[found])
+    if missing:
+        warnings.warn(
+            f"No installed font has {len(missing)} of the characters ({_some(missing)}); they are "
+            "drawn as □. Install one that has them, as with `apt install fonts-noto-cjk` for "
+            "Korean, Chinese and Japanese or `apt install fonts-noto-core` for other scripts.",
+            stacklevel=3,
+        )
+    return [text.translate(dict.fromkeys(map(ord, missing), "□")) for text in texts], families
+
+
+def _some(characters: set[str]) -> str:
+    return " ".join(sorted(characters)[:8]) + (" …" if len(characters) > 8 else "")
+
+
+def _regular_fonts() -> dict[str, tuple[str, int]]:
+    """File and face of every family that has an upright face of normal weight."""
+    from matplotlib.font_manager import fontManager
+
+    return {
+        font.name: (font.fname, getattr(font, "index", 0))
+        for font in fontManager.ttflist
+        # The last resort "has" every character: as a box.
+        if font.style == "normal" and font.weight == 400 and "Last Resort" not in font.name
+    }
+
+
+@functools.cache
+def _characters_of(file: str, face: int) -> frozenset[str]:
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        font = FT2Font(file, face_index=face) if face else FT2Font(file)
+    except (RuntimeError, OSError):  # of emoji as bitmaps, or uninstalled meanwhile
+        return frozenset()
+    return frozenset(map(chr, font.get_charmap()))
+
+
+def _best_font(
+    fonts: dict[str, tuple[str, int]], missing: set[str], texts: list[str]
+) -> str | None:
+    """The family with most of the missing characters; of equals, a plain one of the language."""
+    names = {unicodedata.name(c, "").split(" ")[0] for text in texts for c in text}
+    region = "JP" if names & {"HIRAGANA", "KATAKANA"} else "KR" if "HANGUL" in names else "SC"
+
+    def worth(name: str) -> tuple:
+        plain = "Sans" in name or "Gothic" in name
+        special = any(word in name for word in ("Mono", "Serif", "Coding", "Condensed"))
+        covered = len(missing & _characters_of(*fonts[name]))
+        return covered, plain and not special, name.endswith(region), "CJK" not in name, name
+
+    best = max(fonts, key=worth)
+    return best if worth(best)[0] else None
+
+
+def _find_new_fonts() -> None:
+    """Matplotlib remembers the fonts of its first day; a font installed since is asked for here."""
+    from matplotlib import font_manager
+
+    known = {font.fname for font in font_manager.fontManager.ttflist}
+    for file in font_manager.findSystemFonts():
+        if file not in known:
+            try:
+                font_manager.fontManager.addfont(file)
+            except (RuntimeError, OSError, ValueError):
+                continue  # a broken or bitmap font; matplotlib itself passes over these too
