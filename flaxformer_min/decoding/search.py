@@ -1,0 +1,446 @@
+"""How a translation is chosen, token by token: greedy, beam, sampling.
+
+A choice is a pure function. It sees the live hypotheses of ONE sentence and how likely every next
+token is, and says which of them end now and how the others go on. One loop asks the model, asks the
+choice, and keeps the best that ended, until nothing that is still live can be better.
+
+Finished hypotheses stand apart from live ones, so they never take a place in the beam. One that is
+not there (all but one at the start; a sample that has ended) has log-probability -inf.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from flaxformer_min.tokens import BOS, EOS, PAD, UNK
+
+FIRST_WORD = max(PAD, UNK, BOS, EOS) + 1
+"""Ids from here on are words. Below it only EOS is ever chosen: PAD, UNK and BOS never come out."""
+
+BLOCK = 64
+"""Words that `best_words` compares by their maximum first; fastest of 16 to 256 on a CPU."""
+
+Cache = Any
+"""What the model remembers of every hypothesis: any pytree. The search only hands it on."""
+
+Step = Callable[[Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]]
+"""Reads one token of each hypothesis; gives the log-probabilities (float32, nats, each at most 0)
+of the next one, and the cache with the token in it."""
+
+Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
+"""Makes hypothesis i of each sentence continue what hypothesis `parents[i]` had written."""
+
+
+class Prefix(NamedTuple):
+    """How each sentence begins: with BOS alone, or with target tokens that are forced.
+
+    last:     the token that the first step reads: BOS, or the last forced one. Those before it are
+              in the cache already.
+    length:   forced tokens, 0 for BOS alone. They count in every length.
+    log_prob: nats, of the forced tokens; part of every score.
+    """
+
+    last: Int[Array, " batch"]
+    length: Int[Array, " batch"]
+    log_prob: Float[Array, " batch"]
+
+
+def no_prefix(batch: int) -> Prefix:
+    """Every sentence begins with BOS alone.
+
+    >>> no_prefix(2).last
+    Array([2, 2], dtype=int32)
+    """
+    return Prefix(jnp.full(batch, BOS, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.zeros(batch))
+
+
+class Hypotheses(NamedTuple):
+    """What a search found, best first.
+
+    ids:      tokens after the prefix, ending in EOS; then PAD.
+    log_prob: nats, of prefix, tokens and EOS; -inf (and ids all PAD) where there are no more.
+    score:    log_prob / length_penalty(length of prefix, tokens and EOS, alpha).
+    """
+
+    ids: Int[Array, "*batch n_best length"]
+    log_prob: Float[Array, "*batch n_best"]
+    score: Float[Array, "*batch n_best"]
+
+
+class Sampling(NamedTuple):
+    """How to draw: at a temperature, from the `top_k` likeliest tokens, from the nucleus `top_p`.
+
+    temperature: 1 is the model's own distribution; towards 0 it becomes greedy.
+    top_k:       draw from this many likeliest tokens, lower ids first where they tie; None: all.
+    top_p:       of these, from the fewest likeliest that together have this probability; 1: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+class Live(NamedTuple):
+    """The hypotheses of one sentence that go on. One that is not there has log_prob -inf."""
+
+    token: Int[Array, " beam"]
+    log_prob: Float[Array, " beam"]
+    ids: Int[Array, "beam length"]
+
+
+class Row(NamedTuple):
+    """What stays the same about one sentence: forced tokens, most new tokens, its random key."""
+
+    prefix_length: Int[Array, ""]
+    limit: Int[Array, ""]
+    key: Key[Array, ""] | None
+
+
+class Choice(NamedTuple):
+    """How one sentence goes on.
+
+    ended:    log-probability of each old hypothesis with EOS, -inf where it does not end.
+    parent:   the old hypothesis that each new one continues,
+    token:    with this token,
+    log_prob: and its log-probability then.
+    """
+
+    ended: Float[Array, " beam"]
+    parent: Int[Array, " beam"]
+    token: Int[Array, " beam"]
+    log_prob: Float[Array, " beam"]
+
+
+def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "*batch"]:
+    """What a log-probability is divided by, so that long translations stand a chance.
+
+    ((5 + length) / 6) ** alpha: Wu et al. 2016, equation 14; alpha is 0.6 in section 6.1.
+
+    >>> length_penalty(jnp.array([1, 7, 13]), alpha=1.0)
+    Array([1., 2., 3.], dtype=float32)
+    """
+    length = jnp.asarray(length, jnp.float32)
+    return ((5.0 + length) / 6.0) ** alpha
+
+
+def joint(log_prob: Float[Array, "*n"], log_probs: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Log-probability of a hypothesis and its next token. NaN, from a broken model, is -inf."""
+    total = log_prob + log_probs
+    return jnp.where(total > -jnp.inf, total, -jnp.inf)
+
+
+def best_words(
+    log_prob: Float[Array, " beam"], log_probs: Float[Array, "beam vocab"]
+) -> tuple[Float[Array, " beam"], Int[Array, " beam"], Int[Array, " beam"]]:
+    """The `beam` likeliest of all hypotheses with one more word: log_prob, parent, token.
+
+    Just what `lax.top_k` of all sums would give, ties included (lower parent first, then lower
+    token), in a fifth of its time: no word of a block can be among the best k when k other blocks
+    have better maxima, and maxima are quick. Only k blocks are then looked at word by word.
+
+    >>> log_probs = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
+    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), log_probs)
+    >>> parent, token
+    (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
+    """
+    beam, words = log_probs.shape[0], log_probs[:, FIRST_WORD:]
+    # A ragged last block has a maximum of its own: padding would copy the whole table.
+    whole = words.shape[1] // BLOCK * BLOCK
+    blocks = words[:, :whole].reshape(beam, -1, BLOCK)
+    maxima = joint(jnp.broadcast_to(log_prob[:, None, None], blocks.shape), blocks).max(-1)
+    if whole < words.shape[1]:
+        rest = words[:, whole:]
+        last = joint(jnp.broadcast_to(log_prob[:, None], rest.shape), rest).max(-1, keepdims=True)
+        maxima = jnp.concatenate([maxima, last], axis=-1)
+    # In the order of the table, so that a tie is still won by the lower parent, then token.
+    block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), beam)[1])
+    parent = jnp.repeat(block // maxima.shape[1], BLOCK)
+    start = FIRST_WORD + block % maxima.shape[1] * BLOCK
+    token = (start[:, None] + jnp.arange(BLOCK)[None, :]).reshape(-1)
+    within = log_probs.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
+    best, place = jax.lax.top_k(joint(log_prob[parent], within), beam)
+    return best, parent[place], jnp.where(best > -jnp.inf, token[place], PAD)
+
+
+def choose_beam(
+    log_prob: Float[Array, " beam"],
+    log_probs: Float[Array, "beam vocab"],
+    may_end: Bool[Array, ""],
+    must_end: Bool[Array, ""],
+    key: None = None,
+) -> Choice:
+    """The likeliest continuations by a word go on; an EOS that is as likely as these ends.
+
+    An EOS less likely than all of them ends nothing: the beam drops such a continuation, whatever
+    its last token. Kept, the 1e-5 that a smoothed model gives EOS everywhere would in time make a
+    truncated sentence the best.
+    """
+    ended = jnp.where(may_end, joint(log_prob, log_probs[:, EOS]), -jnp.inf)
+    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, log_prob), log_probs)
+    return Choice(jnp.where(ended >= best[-1], ended, -jnp.inf), parent, token, best)
+
+
+def choose_greedy(
+    log_prob: Float[Array, "1"],
+    log_probs: Float[Array, "1 vocab"],
+    may_end: Bool[Array, ""],
+    must_end: Bool[Array, ""],
+    key: None = None,
+) -> Choice:
+    """The likeliest token. A beam of one that stops at its first EOS."""
+    choice = choose_beam(log_prob, log_probs, may_end, must_end)
+    return choice._replace(log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, choice.log_prob))
+
+
+def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:
+    """The fewest likeliest tokens that together have probability `top_p`, and what ties with them.
+
+    Holtzman et al. 2020, equation 2. Found by halving the range of thresholds, for to sort a
+    vocabulary costs a CPU several times more; 30 halvings leave one float32 exactly.
+
+    >>> nucleus(jnp.array([0.25, 0.5, 0.125, 0.125]), top_p=0.625)
+    Array([ True,  True, False, False], dtype=bool)
+    """
+    # The bits of floats from 0 to 1, read as integers, have the order of the floats.
+    bits = jax.lax.bitcast_convert_type(share, jnp.int32)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.where(bits >= middle, share, 0.0).sum() >= top_p
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    above_one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32) + 1
+    low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.int32(0), above_one))
+    return bits >= low
+
+
+def draw(
+    log_probs: Float[Array, " tokens"], key: Key[Array, ""], sampling: Sampling
+) -> Int[Array, ""]:
+    """One token at random, as `sampling` says. Those of log-probability -inf are never drawn.
+
+    >>> log_probs = jnp.log(jnp.array([0.3, 0.6, 0.1]))
+    >>> draw(log_probs, jax.random.key(0), Sampling(top_p=0.5))
+    Array(1, dtype=int32)
+    """
+    tempered, token = log_probs / sampling.temperature, jnp.arange(log_probs.size)
+    if sampling.top_k is not None:
+        tempered, token = jax.lax.top_k(tempered, min(sampling.top_k, log_probs.size))
+    share = jax.nn.softmax(tempered)
+    if sampling.top_p < 1:
+        share = jnp.where(nucleus(share, sampling.top_p), share, 0.0)
+    # One random number a token would cost four times as much as this one and the running sum. What
+    # has no share reaches 0 and the target is above it, whichever way the sum was rounded.
+    reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)
+    target = (1.0 - jax.random.uniform(key)) * reached.max()
+    return token[jnp.argmax(reached >= target)]
+
+
+def choose_random(
+    log_prob: Float[Array, " beam"],
+    log_probs: Float[Array, "beam vocab"],
+    may_end: Bool[Array, ""],
+    must_end: Bool[Array, ""],
+    key: Key[Array, ""],
+    *,
+    sampling: Sampling,
+) -> Choice:
+    """Every hypothesis goes its own way, drawn with a key of its own; a drawn EOS ends it."""
+    beam, vocab = log_probs.shape
+    token = jnp.arange(vocab)
+    allowed = jnp.where(token == EOS, may_end, (token >= FIRST_WORD) & ~must_end)
+    offered = jnp.where(allowed[None, :] & (log_probs > -jnp.inf), log_probs, -jnp.inf)
+    keys = jax.random.split(key, beam)
+    drawn = jax.vmap(partial(draw, sampling=sampling))(offered, keys)
+    lane = jnp.arange(beam)
+    total = joint(log_prob, offered[lane, drawn])
+    ended = jnp.where(drawn == EOS, total, -jnp.inf)
+    return Choice(ended, lane, drawn, jnp.where(drawn == EOS, -jnp.inf, total))
+
+
+def keep(kept: Hypotheses, ended: Hypotheses) -> Hypotheses:
+    """The best by score of those kept and those that ended now; of equals, those kept before."""
+    together = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), kept, ended)
+    _, place = jax.lax.top_k(together.score, kept.score.size)
+    return jax.tree.map(lambda column: column[place], together)
+
+
+def extend(
+    live: Live,
+    kept: Hypotheses,
+    log_probs: Float[Array, "beam vocab"],
+    row: Row,
+    index: Int[Array, ""],
+    *,
+    choose: Callable[..., Choice],
+    alpha: float,
+    min_length: int,
+) -> tuple[Live, Hypotheses, Int[Array, " beam"]]:
+    """One step of any search, for one sentence, which chooses new token `index`.
+
+    Gives the hypotheses that go on, those kept, and the parent of each that goes on.
+
+    A hypothesis goes on only while its bound, log_prob / length_penalty(longest possible length),
+    is better than the worst one kept, and -inf is the worst while fewer than n_best are kept.
+    This loses nothing. A log-probability only falls, and with alpha >= 0 the penalty only grows
+    with length, so (both below or at zero) nothing that a hypothesis can become has a score above
+    its bound, and of equal scores the one kept before stays. Nor does it gain anything: the bound
+    falls with log_prob alone, so a place in the beam that a hopeless one leaves can only be taken
+    by one that is less likely and so hopeless too.
+    """
+    length = row.prefix_length + index + 1
+    must_end = index + 1 >= row.limit
+    may_end = must_end | (length > min_length)
+    key = None if row.key is None else jax.random.fold_in(row.key, index)
+    choice = choose(live.log_prob, log_probs, may_end, must_end, key)
+    score = choice.ended / length_penalty(length, alpha)
+    kept = keep(kept, Hypotheses(live.ids.at[:, index].set(EOS), choice.ended, score))
+    bound = choice.log_prob / length_penalty(row.prefix_length + row.limit, alpha)
+    log_prob = jnp.where(bound > kept.score[-1], choice.log_prob, -jnp.inf)
+    ids = live.ids[choice.parent].at[:, index].set(choice.token)
+    return Live(choice.token, log_prob, ids), kept, choice.parent
+
+
+def search(
+    step: Step,
+    reorder: Reorder,
+    cache: Cache,
+    prefix: Prefix,
+    max_length: Int[Array, " batch"],
+    *,
+    steps: int,
+    beam_size: int,
+    n_best: int = 1,
+    length_penalty: float = 0.6,
+    min_length: int = 0,
+    sampling: Sampling | None = None,
+    key: Key[Array, " batch"] | None = None,
+) -> Hypotheses:
+    """The best translations of each sentence: one loop, to be called inside a caller's `jax.jit`.
+
+    `beam_size` 1 is greedy; more is beam search; with `sampling`, that many samples are drawn with
+    each sentence's own `key` (two may be the same; their log_prob is the model's, untempered). Of
+    these the `n_best` best by score are given. What a sentence gets depends neither on the
+    sentences beside it nor on `steps`, if that is enough.
+
+    max_length:     tokens of prefix, translation and EOS. Where only one more fits, it is EOS, at
+                    its own log-probability; so it is if the prefix leaves no place at all.
+    steps:          new tokens at most in any sentence, EOS included: the size of the result.
+    length_penalty: alpha of `length_penalty`.
+    min_length:     tokens of prefix and translation before EOS may come; max_length wins over it.
+
+    PAD, UNK and BOS are never chosen. What is left is not normalised again, so a log_prob is what
+    teacher forcing gives the same tokens. A NaN counts as -inf: a broken model finds nothing.
+    Raises ValueError for settings that make no sense.
+
+    Greedily, the likelier "4" (0.6) comes first, and then half of it ends. A beam of two finds that
+    "5" (0.4) ends for certain:
+
+    >>> table = jnp.zeros((6, 6)).at[BOS, 4].set(0.6).at[BOS, 5].set(0.4)
+    >>> table = jnp.log(table.at[4, EOS].set(0.5).at[4, 4].set(0.5).at[5, EOS].set(1.0))
+    >>> step = lambda tokens, cache: (table[tokens], cache)
+    >>> reorder = lambda cache, parents: cache
+    >>> begin = step, reorder, None, no_prefix(1), jnp.array([3])
+    >>> for beam_size in (1, 2):
+    ...     found = search(*begin, steps=3, beam_size=beam_size, length_penalty=0.0)
+    ...     print(found.ids[0, 0], f"{jnp.exp(found.log_prob[0, 0]):.2f}")
+    [4 3 0] 0.30
+    [5 3 0] 0.40
+    """
+    _check_search(steps, beam_size, n_best, length_penalty, min_length)
+    _check_sampling(sampling, key)
+    choose = choose_greedy if beam_size == 1 else choose_beam
+    if sampling is not None:
+        choose = partial(choose_random, sampling=sampling)
+    crossing = choose is choose_beam
+    rules = {"choose": choose, "alpha": length_penalty, "min_length": min_length}
+    extend_all = jax.vmap(partial(extend, **rules), in_axes=(0, 0, 0, 0, None))
+    limit = jnp.clip(max_length - prefix.length, 1, steps)
+    rows = Row(prefix.length, limit, None if sampling is None else key)
+
+    def any_live(state):
+        return (state[1].log_prob > -jnp.inf).any()
+
+    def advance(state):
+        index, live, kept, cache = state
+        log_probs, cache = step(live.token, cache)
+        _check_vocabulary(log_probs.shape[-1])
+        live, kept, parents = extend_all(live, kept, log_probs, rows, index)
+        return index + 1, live, kept, reorder(cache, parents) if crossing else cache
+
+    live, kept = _begin(prefix, steps, beam_size, n_best, crossing)
+    # The loop needs no bound of its own: nothing is live after its limit, which is at most `steps`.
+    _, _, kept, _ = jax.lax.while_loop(any_live, advance, (jnp.int32(0), live, kept, cache))
+    return kept
+
+
+def _begin(
+    prefix: Prefix, steps: int, beam_size: int, n_best: int, crossing: bool
+) -> tuple[Live, Hypotheses]:
+    """Nothing written, nothing kept. Where hypotheses compete, only the first may begin: the others
+    would be the same one again."""
+    batch = prefix.last.shape[0]
+    token = jnp.broadcast_to(prefix.last[:, None], (batch, beam_size))
+    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, beam_size))
+    if crossing:
+        log_prob = log_prob.at[:, 1:].set(-jnp.inf)
+    nothing = jnp.full((batch, n_best), -jnp.inf)
+    kept = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
+    return Live(token, log_prob, jnp.full((batch, beam_size, steps), PAD, jnp.int32)), kept
+
+
+def _check_search(
+    steps: int, beam_size: int, n_best: int, length_penalty: float, min_length: int
+) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, for EOS; got {steps}. Allow more new tokens.")
+    if beam_size < 1:
+        raise ValueError(f"beam_size must be at least 1, which is greedy; got {beam_size}.")
+    if not 1 <= n_best <= beam_size:
+        raise ValueError(
+            "n_best must be from 1 to beam_size, the hypotheses that there are; "
+            f"got n_best={n_best}, beam_size={beam_size}. Ask for fewer, or widen the beam."
+        )
+    if not length_penalty >= 0:
+        raise ValueError(
+            "length_penalty must be at least 0, or the search could not tell when to stop; "
+            f"got {length_penalty}. 0 prefers short translations most."
+        )
+    if min_length < 0:
+        raise ValueError(f"min_length must be at least 0, which is no minimum; got {min_length}.")
+
+
+def _check_sampling(sampling: Sampling | None, key: Key[Array, " batch"] | None) -> None:
+    if sampling is None:
+        if key is not None:
+            raise ValueError(
+                "key is for sampling, and none was asked for. Give sampling=Sampling()."
+            )
+        return
+    temperature, top_k, top_p = sampling
+    if key is None:
+        raise ValueError(
+            "sampling needs a key for each sentence: key=jax.random.split(key, batch)."
+        )
+    if not temperature >= 1e-6:
+        raise ValueError(
+            f"temperature must be at least 1e-6; got {temperature}. "
+            "For the likeliest token, leave sampling out and set beam_size=1."
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1; got {top_k}. None draws from all tokens.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}. 1 keeps all tokens.")
+
+
+def _check_vocabulary(vocab: int) -> None:
+    if vocab <= FIRST_WORD:
+        raise ValueError(
+            f"step must offer more than the {FIRST_WORD} special tokens, or there is no word to "
+            f"choose; got {vocab} log-probabilities."
+        )

@@ -1,0 +1,61 @@
+"""Search in plain Python, to hold the fast one to: no arrays, no early stop, no cache.
+
+`model(history)` lists the log-probability of every next token after the tokens of `history`, which
+are those after the prefix. A hypothesis is (tokens, log_prob, score).
+"""
+
+from itertools import product
+
+EOS = 3
+WORDS = 4
+NEVER = float("-inf")
+
+
+def score(log_prob, length, alpha):
+    return log_prob / ((5 + length) / 6) ** alpha
+
+
+def every_sentence(model, max_length, alpha):
+    """All sentences of at most `max_length` tokens with EOS, best first."""
+    vocab, found = len(model(())), []
+    for length in range(max_length):
+        for words in product(range(WORDS, vocab), repeat=length):
+            ids = (*words, EOS)
+            log_prob = forced(model, ids)
+            found.append((ids, log_prob, score(log_prob, length + 1, alpha)))
+    return sorted(found, key=lambda hypothesis: -hypothesis[2])
+
+
+def forced(model, ids):
+    """Teacher forcing: the log-probability of these tokens."""
+    return sum(model(ids[:place])[token] for place, token in enumerate(ids))
+
+
+def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0, 0.0)):
+    """Beam search that goes on until `max_length` is reached, whatever was found."""
+    prefix_length, prefix_log_prob = prefix
+    live, kept = [((), prefix_log_prob)], []
+    for length in range(prefix_length + 1, max_length + 1):
+        ends, goes_on = [], []
+        for tokens, log_prob in live:
+            for token, more in enumerate(model(tokens)):
+                if token == EOS and (length - 1 >= min_length or length == max_length):
+                    ends.append(((*tokens, EOS), log_prob + more))
+                if token >= WORDS and length < max_length:
+                    goes_on.append(((*tokens, token), log_prob + more))
+        live = sorted(goes_on, key=lambda hypothesis: -hypothesis[1])[:beam_size]
+        worst = live[-1][1] if len(live) == beam_size else NEVER
+        ends = [(*end, score(end[1], length, alpha)) for end in ends if end[1] >= worst]
+        kept = sorted(kept + ends, key=lambda hypothesis: -hypothesis[2])[:n_best]
+    return kept
+
+
+def greedy(model, *, max_length, min_length=0):
+    """The likeliest allowed token, until it is EOS: the tokens."""
+    tokens = ()
+    while EOS not in tokens:
+        length = len(tokens) + 1
+        log_probs = dict(enumerate(model(tokens)))
+        may = range(WORDS if length <= min_length else EOS, len(log_probs))
+        tokens += (EOS if length == max_length else max(may, key=log_probs.get),)
+    return tokens
