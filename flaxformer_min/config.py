@@ -89,8 +89,11 @@ class DataConfig:
     tokenizer_sample: int = setting(1_000_000, at_least=1)
     """Train the tokenizer on at most this many pairs, drawn evenly from the training split."""
 
-    row_length: int = setting(64, at_least=8)
-    """Places in a row, for source and target alike. A longer pair is dropped and counted."""
+    source_row_length: int = setting(64, at_least=8)
+    """Places in a row of source tokens. A pair that needs more is dropped and counted."""
+
+    target_row_length: int = setting(64, at_least=8)
+    """Places in a row of target tokens. A pair that needs more is dropped and counted."""
 
     rows_per_batch: int = setting(32, at_least=1)
     """Rows a training step reads on all devices together, before gradient accumulation."""

@@ -1,0 +1,413 @@
+"""From sentence pairs to batches of rows: encode, drop and count, shuffle, pack, batch, prefetch.
+
+All is a function of (seed, epoch, batch number). So the state of the iterator is two integers, it
+resumes exactly, and every process and worker computes its own share without talking to the others.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import grain
+import numpy as np
+
+from flaxformer_min.tokens import Batch, Tokens
+
+CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
+
+
+class Encoder(Protocol):
+    """What this module needs of a tokenizer."""
+
+    fingerprint: str
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, ending in EOS."""
+
+
+class Ragged(NamedTuple):
+    """Sentences of different lengths, end to end: sentence i is `ids[starts[i]:][:lengths[i]]`."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+class Counts(NamedTuple):
+    """What became of the pairs of a split, and how many pieces a word has on each side."""
+
+    read: int
+    empty: int
+    too_long: int
+    source_words: int
+    target_words: int
+    source_pieces: int
+    target_pieces: int
+
+    @property
+    def kept(self) -> int:
+        """Pairs that training or validation sees."""
+        return self.read - self.empty - self.too_long
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        source = self.source_pieces / max(self.source_words, 1)
+        target = self.target_pieces / max(self.target_words, 1)
+        return (
+            f"{self.read:,} pairs read, {self.empty:,} with an empty side and {self.too_long:,} "
+            f"longer than a row left out; pieces a word: {source:.2f} source, {target:.2f} target"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPairs:
+    """A split as token ids, in memory-mapped files. Pickles as its folder."""
+
+    folder: Path
+    source: Ragged
+    target: Ragged
+    counts: Counts
+
+    def __reduce__(self):
+        """Workers map the files again instead of receiving their content."""
+        return EncodedPairs.load, (self.folder,)
+
+    def __len__(self) -> int:
+        """Pairs kept."""
+        return len(self.source.starts)
+
+    @classmethod
+    def load(cls, folder: Path) -> "EncodedPairs":
+        """Map what `encode_pairs` wrote."""
+        counts = Counts(**json.loads((folder / "counts.json").read_text()))
+        return cls(folder, _map_side(folder, "source"), _map_side(folder, "target"), counts)
+
+
+def encode_pairs(
+    pairs: Sequence[tuple[str, str]],
+    tokenizers: tuple[Encoder, Encoder],
+    row_lengths: tuple[int, int],
+    cache: Path,
+    fingerprint: str,
+) -> EncodedPairs:
+    """Encode a split once and keep it in `cache`; the next start maps it from there.
+
+    A pair with an empty side, or with more tokens (EOS included) than a row has places, is left out
+    and counted. `fingerprint` names the text; with the tokenizers' own it names the result.
+
+    Raises ValueError when no pair is left.
+    """
+    parts = (fingerprint, *(t.fingerprint for t in tokenizers), row_lengths)
+    folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
+        try:
+            _write(pairs, tokenizers, row_lengths, scratch)
+            os.rename(scratch, folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster, with the same content
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    encoded = EncodedPairs.load(folder)
+    if not encoded.counts.kept:
+        raise ValueError(
+            f"a split must hold at least one usable pair; got {encoded.counts}. Look at the text, "
+            "or raise data.source_row_length and data.target_row_length."
+        )
+    return encoded
+
+
+def _write(pairs, tokenizers, row_lengths, folder: Path) -> None:
+    totals = np.zeros(len(Counts._fields), int)
+    lengths: list[list[np.ndarray]] = [[], []]
+    with open(folder / "source.bin", "wb") as source, open(folder / "target.bin", "wb") as target:
+        for start in range(0, len(pairs), CHUNK):
+            texts = [pairs[i] for i in range(start, min(start + CHUNK, len(pairs)))]
+            full = [pair for pair in texts if pair[0].strip() and pair[1].strip()]
+            sides = [
+                tokenizer.encode_batch([pair[side] for pair in full])
+                for side, tokenizer in enumerate(tokenizers)
+            ]
+            fits = [
+                len(a) <= row_lengths[0] and len(b) <= row_lengths[1]
+                for a, b in zip(*sides, strict=True)
+            ]
+            for side, file in enumerate((source, target)):
+                kept = [ids for ids, fit in zip(sides[side], fits, strict=True) if fit]
+                lengths[side].append(np.array([len(ids) for ids in kept], np.int32))
+                np.fromiter((i for ids in kept for i in ids), np.int32).tofile(file)
+            words = [sum(len(pair[side].split()) for pair in full) for side in (0, 1)]
+            pieces = [sum(map(len, sides[side])) for side in (0, 1)]
+            empty = len(texts) - len(full)
+            totals += [len(texts), empty, len(fits) - sum(fits), *words, *pieces]
+    for side, name in enumerate(("source", "target")):
+        np.save(
+            folder / f"{name}_lengths.npy", np.concatenate([[], *lengths[side]]).astype("int32")
+        )
+    counts = dict(zip(Counts._fields, totals.tolist(), strict=True))
+    (folder / "counts.json").write_text(json.dumps(counts))
+
+
+def _map_side(folder: Path, side: str) -> Ragged:
+    lengths = np.load(folder / f"{side}_lengths.npy").astype(np.int64)
+    empty = not (folder / f"{side}.bin").stat().st_size
+    ids = np.zeros(0, np.int32) if empty else np.memmap(folder / f"{side}.bin", np.int32, "r")
+    return Ragged(ids, np.cumsum(lengths) - lengths, lengths)
+
+
+class Plan(NamedTuple):
+    """Which pairs stand in which row: row r holds `pairs[starts[r]:starts[r + 1]]`."""
+
+    pairs: np.ndarray
+    starts: np.ndarray
+
+
+def pack(
+    source_lengths: np.ndarray,
+    target_lengths: np.ndarray,
+    row_lengths: tuple[int, int],
+    rng: np.random.Generator | None = None,
+) -> Plan:
+    """Fit pairs into as few rows as best-fit-decreasing finds; shuffled if `rng` is given.
+
+    It works on the histogram of lengths instead of on pairs (Krell et al. 2021, "Efficient sequence
+    packing without cross-contamination"), so a million pairs take hardly longer than a thousand.
+    Which pairs share a row, and the order of rows, are drawn anew by `rng`.
+
+    >>> plan = pack(np.array([3, 5, 2]), np.array([3, 5, 2]), (5, 5))
+    >>> [plan.pairs[a:b].tolist() for a, b in zip(plan.starts, plan.starts[1:])]
+    [[1], [0, 2]]
+    """
+    shape_of_pair = source_lengths * (max(row_lengths) + 1) + target_lengths
+    shapes, counts = np.unique(shape_of_pair, return_counts=True)
+    sizes = [divmod(int(shape), max(row_lengths) + 1) for shape in shapes]
+    groups = _pack_shapes(sizes, counts.tolist(), row_lengths)
+    slots = np.concatenate([np.tile(pattern, count) for pattern, count in groups])
+    row_sizes = np.concatenate([np.full(count, len(pattern)) for pattern, count in groups])
+    order = np.arange(len(shape_of_pair)) if rng is None else rng.permutation(len(shape_of_pair))
+    by_shape = order[np.argsort(shape_of_pair[order], kind="stable")]
+    pairs = np.empty(len(order), np.int64)
+    pairs[np.argsort(slots, kind="stable")] = by_shape
+    starts = np.concatenate([[0], np.cumsum(row_sizes)])
+    if rng is None:
+        return Plan(pairs, starts)
+    rows = rng.permutation(len(row_sizes))
+    picked = _ranges(starts[rows], row_sizes[rows])
+    return Plan(pairs[picked], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
+
+
+def _pack_shapes(
+    sizes: list[tuple[int, int]], counts: list[int], row_lengths: tuple[int, int]
+) -> list[tuple[list[int], int]]:
+    """Groups of equal rows, each as (the shapes in it, how many such rows)."""
+    open_rows = np.zeros((row_lengths[0] + 1, row_lengths[1] + 1), np.int64)
+    groups: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
+
+    def put(free: tuple[int, int], pattern: list[int], count: int) -> None:
+        if count:
+            groups.setdefault(free, []).append((pattern, count))
+            open_rows[free] += count
+
+    for shape in sorted(range(len(sizes)), key=lambda i: (-max(sizes[i]), -sum(sizes[i]))):
+        (source, target), left = sizes[shape], counts[shape]
+        while left:
+            free_source, free_target = np.nonzero(open_rows[source:, target:])
+            if not len(free_source):
+                room = min(row_lengths[0] // source, row_lengths[1] // target)
+                for each, rows in ((room, left // room), (left % room, min(left % room, 1))):
+                    free = (row_lengths[0] - each * source, row_lengths[1] - each * target)
+                    put(free, [shape] * each, rows)
+                break
+            tightest = np.argmin(free_source + free_target)
+            free = (int(free_source[tightest]) + source, int(free_target[tightest]) + target)
+            pattern, count = groups[free].pop()
+            open_rows[free] -= count
+            used = min(left, count)
+            put(free, pattern, count - used)
+            put((free[0] - source, free[1] - target), [*pattern, shape], used)
+            left -= used
+    return [group for same_room in groups.values() for group in same_room]
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`arange(start, start + length)` for each, end to end."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochBatches:
+    """One pass over a split as a random-access sequence of batches; the last may have empty rows.
+
+    With several processes each has the same number of batches, and its own share of their rows.
+    """
+
+    encoded: EncodedPairs
+    plan: Plan
+    rows: int
+    row_lengths: tuple[int, int]
+    process: int = 0
+    processes: int = 1
+
+    def __len__(self) -> int:
+        """Batches in the pass."""
+        return -(-(len(self.plan.starts) - 1) // self.rows)
+
+    def __getitem__(self, number: int) -> Batch:
+        """This process's rows of batch `number`, as numpy arrays."""
+        share = self.rows // self.processes
+        first = number * self.rows + self.process * share
+        starts = self.plan.starts[first : first + share + 1]
+        if not len(starts):
+            starts = self.plan.starts[-1:]
+        pairs = self.plan.pairs[starts[0] : starts[-1]]
+        in_row = np.diff(starts)
+        row = np.repeat(np.arange(len(in_row)), in_row)
+        segment = _ranges(np.ones_like(in_row), in_row)
+        source, target = self.encoded.source, self.encoded.target
+        return Batch(
+            _lay(source, pairs, row, segment, (share, self.row_lengths[0])),
+            _lay(target, pairs, row, segment, (share, self.row_lengths[1])),
+        )
+
+    def padding(self) -> float:
+        """Share of the places of all batches that hold no token, source and target together."""
+        places = len(self) * self.rows * sum(self.row_lengths)
+        return 1 - (self.encoded.source.lengths.sum() + self.encoded.target.lengths.sum()) / places
+
+
+def _lay(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
+    """Put sentences side by side into their rows."""
+    lengths = side.lengths[pairs]
+    before = np.cumsum(lengths) - lengths
+    first_of_row = segment == 1
+    start = before - np.repeat(before[first_of_row], np.bincount(row)[np.unique(row)])
+    places = (np.repeat(row, lengths), _ranges(start, lengths))
+    columns = []
+    for values in (
+        side.ids[_ranges(side.starts[pairs], lengths)],
+        _ranges(np.zeros_like(lengths), lengths),
+        np.repeat(segment, lengths),
+    ):
+        column = np.zeros(shape, np.int32)
+        column[places] = values
+        columns.append(column)
+    return Tokens(*columns)
+
+
+class TrainingRows(Iterator[Batch]):
+    """Batches without end, epoch after epoch, each in an order of its own.
+
+    `get_state` is all that is needed to go on: it does not depend on the number of devices,
+    processes or workers.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedPairs,
+        row_lengths: tuple[int, int],
+        rows: int,
+        seed: int,
+        workers: int = 0,
+        process: int = 0,
+        processes: int = 1,
+    ):
+        """Start at epoch 0. `rows` is what one step reads on all devices and processes together."""
+        if rows % processes:
+            raise ValueError(
+                "the rows of a step must divide evenly among processes; got "
+                f"{rows} rows and {processes} processes."
+            )
+        self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
+        self._seed, self._workers = seed, workers
+        self._process, self._processes = process, processes
+        self._batches: grain.DatasetIterator | None = None
+        self.set_state({"epoch": 0, "batch": 0})
+
+    def epoch(self, number: int) -> EpochBatches:
+        """All batches of one epoch."""
+        rng = np.random.default_rng((self._seed, number))
+        lengths = self._encoded.source.lengths, self._encoded.target.lengths
+        plan = pack(*lengths, self._row_lengths, rng)
+        share = (self._process, self._processes)
+        return EpochBatches(self._encoded, plan, self._rows, self._row_lengths, *share)
+
+    def get_state(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were delivered."""
+        return {"epoch": self._epoch, "batch": self._delivered}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on as the iterator did that gave this state."""
+        self.close()
+        self._epoch, self._delivered = state["epoch"], state["batch"]
+
+    def close(self) -> None:
+        """Let the thread or the worker processes go."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+
+    def __next__(self) -> Batch:
+        """The next batch, of the next epoch if this one is through."""
+        while True:
+            if self._batches is None:
+                self._batches = self._prefetched(self.epoch(self._epoch))
+            batch = next(self._batches, None)
+            if batch is not None:
+                self._delivered += 1
+                return batch
+            self.set_state({"epoch": self._epoch + 1, "batch": 0})
+
+    def _prefetched(self, batches: EpochBatches) -> grain.DatasetIterator:
+        """What is left of an epoch, assembled ahead by a thread or by worker processes."""
+        left = grain.MapDataset.source(batches)[self._delivered :]
+        threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        dataset = left.to_iter_dataset(threads)
+        if self._workers:
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():  # grain's workers read absl flags
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._workers))
+        return iter(dataset)
+
+
+def single_pass(
+    encoded: EncodedPairs,
+    row_lengths: tuple[int, int],
+    rows: int,
+    process: int = 0,
+    processes: int = 1,
+) -> EpochBatches:
+    """A split once, in a fixed order, for measuring the loss."""
+    plan = pack(encoded.source.lengths, encoded.target.lengths, row_lengths)
+    return EpochBatches(encoded, plan, rows, row_lengths, process, processes)
+
+
+def split_over_devices(batch: Batch, devices: int, accumulation: int = 1) -> Batch:
+    """[rows length] -> [devices accumulation rows length], for `train_step`.
+
+    Raises ValueError when the rows do not divide evenly.
+    """
+    rows = batch.source.ids.shape[0]
+    if rows % (devices * accumulation):
+        raise ValueError(
+            "the rows of a step must divide evenly among devices and accumulated batches; got "
+            f"{rows} rows, {devices} devices, {accumulation} batches. Change data.rows_per_batch."
+        )
+
+    def split(column: np.ndarray) -> np.ndarray:
+        return column.reshape(devices, accumulation, -1, column.shape[-1])
+
+    return Batch(
+        Tokens(*(split(column) for column in batch.source)),
+        Tokens(*(split(column) for column in batch.target)),
+    )

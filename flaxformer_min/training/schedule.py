@@ -1,0 +1,30 @@
+"""How fast to learn, when (section 5.3)."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from flaxformer_min.config import TrainingConfig
+
+
+def learning_rate(d_model: int, config: TrainingConfig) -> Callable[[Int[Array, ""]], Float]:
+    """lrate = scale · d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5), equation 3.
+
+    Steps count from 1 in the paper and from 0 in optax, so that the first update is step 1. With
+    `cooldown_steps` the rate then falls in a line, to reach zero after the last step (Zhai et al.
+    2022, "Scaling vision transformers"); the paper has none.
+
+    >>> rate = learning_rate(512, TrainingConfig(warmup_steps=4000))
+    >>> [f"{float(rate(step - 1)):.2e}" for step in (1, 4000, 16000)]
+    ['1.75e-07', '6.99e-04', '3.49e-04']
+    """
+    scale = config.learning_rate_scale * d_model**-0.5
+    warmup, cooldown, last = config.warmup_steps, config.cooldown_steps, config.steps
+
+    def rate(count: Int[Array, ""] | int) -> Float[Array, ""]:
+        step = jnp.asarray(count, jnp.float32) + 1
+        noam = scale * jnp.minimum(step**-0.5, step * warmup**-1.5)
+        return noam * jnp.clip((last + 1 - step) / (cooldown + 1), 0, 1) if cooldown else noam
+
+    return rate

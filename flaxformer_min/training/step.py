@@ -1,0 +1,144 @@
+"""One step of learning, on all devices at once (sections 5.2-5.4)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key
+
+from flaxformer_min.config import TrainingConfig
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Batch, Tokens
+from flaxformer_min.training.loss import Sums, sum_over_tokens
+from flaxformer_min.training.schedule import learning_rate
+
+Params = Any
+Metrics = dict[str, Float[Array, ""]]
+
+
+class TrainState(NamedTuple):
+    """All that training remembers. Save it, and nothing of the run is lost.
+
+    step counts updates, key makes every dropout mask; both with params and optimizer state are the
+    same on all devices.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: optax.OptState
+    key: Key[Array, ""]
+
+
+def make_optimizer(d_model: int, config: TrainingConfig) -> optax.GradientTransformation:
+    """Adam as in section 5.3, after clipping where the config asks for it."""
+    adam = optax.adam(
+        learning_rate(d_model, config), config.adam_b1, config.adam_b2, config.adam_epsilon
+    )
+    if config.clip_norm is None:
+        return adam
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)
+
+
+def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
+    """A model that has learned nothing yet, on every device; all of it follows from the seed."""
+    params_key, key = jax.random.split(jax.random.key(config.seed))
+    tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
+
+    def init() -> TrainState:
+        params = model.init(params_key, Batch(tokens, tokens))["params"]
+        opt_state = make_optimizer(model.config.d_model, config).init(params)
+        return TrainState(jnp.int32(0), params, opt_state, key)
+
+    return jax.jit(init, out_shardings=on_every_device())()
+
+
+def on_every_device() -> jax.sharding.Sharding:
+    """How a train state lies on the devices: the same on each."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def gradient_sums(
+    model: Transformer, params: Params, batch: Batch, key: Key[Array, ""], smoothing: float
+) -> tuple[Params, Sums]:
+    """The gradient of the loss summed over the tokens of `batch`, and the sums themselves."""
+
+    def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
+        logits = model.apply({"params": params}, batch, rngs={"dropout": key})
+        target = batch.target
+        sums = sum_over_tokens(logits, target.ids, target.segments, smoothing)
+        return sums.loss, sums
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def make_train_step(
+    model: Transformer, config: TrainingConfig
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`train_step(state, batch) -> (state, metrics)`, the batch [devices accumulation rows length].
+
+    Loss and gradients are sums over all tokens of all devices and accumulated batches, divided by
+    the number of these tokens: how tokens are spread does not matter. A step whose loss or gradient
+    is not finite leaves parameters and optimizer as they are and counts as skipped. `state` is
+    donated: use the returned one.
+    """
+    optimizer = make_optimizer(model.config.d_model, config)
+    rate = learning_rate(model.config.d_model, config)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        key = jax.random.fold_in(key, jax.lax.axis_index("devices"))
+
+        def accumulate(total: tuple[Params, Sums], numbered: tuple[Int[Array, ""], Batch]):
+            number, part = numbered
+            part_key = jax.random.fold_in(key, number)
+            new = gradient_sums(model, state.params, part, part_key, config.label_smoothing)
+            return jax.tree.map(jnp.add, total, new), None
+
+        if config.gradient_accumulation == 1:
+            part = jax.tree.map(lambda column: column[0], batch)
+            total = gradient_sums(model, state.params, part, key, config.label_smoothing)
+        else:
+            zero = jax.tree.map(jnp.zeros_like, state.params), Sums(*(jnp.float32(0.0),) * 4)
+            numbers = jnp.arange(config.gradient_accumulation)
+            total, _ = jax.lax.scan(accumulate, zero, (numbers, batch))
+        gradients, sums = jax.lax.psum(total, "devices")
+        tokens = jnp.maximum(sums.tokens, 1.0)
+        gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
+        metrics = {
+            "loss": sums.loss / tokens,
+            "accuracy": sums.correct / tokens,
+            "tokens": sums.tokens,
+            "gradient_norm": norm,
+            "learning_rate": rate(state.step),
+            "skipped": 1.0 - finite,
+        }
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    return jax.pmap(
+        train_step, axis_name="devices", in_axes=(None, 0), out_axes=None, donate_argnums=0
+    )
+
+
+def make_eval_step(model: Transformer) -> Callable[[Params, Batch], Sums]:
+    """`eval_step(params, batch) -> Sums` without dropout and smoothing, over all devices."""
+
+    def eval_step(params: Params, batch: Batch) -> Sums:
+        batch = jax.tree.map(lambda column: column[0], batch)
+        logits = model.apply({"params": params}, batch)
+        sums = sum_over_tokens(logits, batch.target.ids, batch.target.segments, 0.0)
+        return jax.lax.psum(sums, "devices")
+
+    return jax.pmap(eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None)
