@@ -1,0 +1,146 @@
+"""Attention against loops over equation 1, and at the edges that loops do not reach."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from numpy.testing import assert_allclose, assert_array_equal
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.attention import (
+    KeyValue,
+    attention_weights,
+    batched_attention_weights,
+    batched_scaled_dot_product_attention,
+    batched_weighted_sum,
+    scaled_dot_product_attention,
+)
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+
+BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
+
+
+@pytest.fixture
+def heads():
+    numbers = np.random.default_rng(1)
+    query = numbers.normal(size=(BATCH, QUERIES, HEADS, D_K))
+    key = numbers.normal(size=(BATCH, KEYS, HEADS, D_K))
+    value = numbers.normal(size=(BATCH, KEYS, HEADS, D_V))
+    mask = numbers.random((BATCH, QUERIES, KEYS)) < 0.6
+    mask[0, 2] = False  # a query that may attend to nothing
+    mask[1, 3] = np.arange(KEYS) == 4  # and one that has no choice
+    return [jnp.asarray(x, jnp.float32) for x in (query, key, value)] + [jnp.asarray(mask)]
+
+
+def test_attention_is_equation_1(heads):
+    """Section 3.2.1: one head of one sentence, number by number."""
+    query, key, value = (x[1, :, 2] for x in heads[:3])
+    mask = heads[3][1]
+    output, weights = scaled_dot_product_attention(query, key, value, mask)
+    arguments = [np.asarray(x, np.float64) for x in (query, key, value)]
+    assert_allclose(output, reference.attention(*arguments, mask), rtol=1e-5, atol=1e-6)
+    assert_allclose(weights, reference.attention_weights(*arguments[:2], mask), rtol=1e-5)
+    assert_array_equal(weights, attention_weights(query, key, mask))
+
+
+def test_the_batched_attention_is_the_same_for_every_head_of_every_sentence(heads):
+    """Section 3.2.2: heads are axis 1 of what comes in, and axis 0 of a sentence's weights."""
+    query, key, value, mask = heads
+    output, weights = batched_scaled_dot_product_attention(query, key, value, mask)
+    assert output.shape == (BATCH, QUERIES, HEADS, D_V)
+    assert weights.shape == (BATCH, HEADS, QUERIES, KEYS)
+    apart = batched_weighted_sum(batched_attention_weights(query, key, mask), value)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            one = [np.asarray(x[b, :, h], np.float64) for x in (query, key, value)]
+            expected = reference.attention(*one, mask[b])
+            assert_allclose(output[b, :, h], expected, rtol=1e-5, atol=1e-6)
+            assert_allclose(apart[b, :, h], expected, rtol=1e-5, atol=1e-6)
+            expected = reference.attention_weights(*one[:2], mask[b])
+            assert_allclose(weights[b, h], expected, rtol=1e-5)
+
+
+def test_weights_sum_to_one_and_a_masked_key_gets_exactly_zero(heads):
+    """Section 3.2.3: what is masked out takes no share at all."""
+    query, key, _, mask = heads
+    weights = batched_attention_weights(query, key, mask)
+    assert (np.asarray(weights)[np.broadcast_to(~mask[:, None], weights.shape)] == 0).all()
+    sums = np.broadcast_to(mask.any(-1)[:, None], weights.shape[:-1])
+    assert_allclose(weights.sum(-1), sums, rtol=1e-6)
+
+
+def test_the_scale_is_the_root_of_the_width_of_a_head():
+    """Equation 1: q · k = 4 and d_k = 4, so the scores are 2 and 0."""
+    key = jnp.array([[1.0, 1, 1, 1], [0, 0, 0, 0]])
+    weights = attention_weights(jnp.ones((1, 4)), key, jnp.ones((1, 2), bool))
+    share = np.exp(2) / (np.exp(2) + 1)
+    assert_allclose(weights, [[share, 1 - share]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_query_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(heads, dtype):
+    """Section 3.2.3: the softmax of no scores at all is where a -inf mask makes NaN."""
+    query, key, value = (x[0, :, 0].astype(dtype) for x in heads[:3])
+    mask = heads[3][0]
+
+    def total(query, key, value):
+        output, weights = scaled_dot_product_attention(query, key, value, mask)
+        return (output**2).sum().astype(jnp.float32), (output, weights)
+
+    gradients = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
+    gradient, (output, weights) = gradients(query, key, value)
+    assert (output[2] == 0).all() and (weights[2] == 0).all()
+    assert all(jnp.isfinite(g).all() for g in gradient)
+    assert (gradient[0][2] == 0).all() and (gradient[0][0] != 0).any()
+
+
+@pytest.mark.parametrize("size", [1e3, 1e15])
+def test_huge_scores_do_not_overflow(size):
+    """Section 3.2.1: softmax is taken from differences of scores, so their size is no matter."""
+    query, key = jnp.full((1, 2), size), jnp.array([[size, size], [-size, -size], [size, size]])
+    weights = attention_weights(query, key, jnp.array([[True, True, False]]))
+    assert_array_equal(weights, [[1, 0, 0]])
+
+
+def test_the_softmax_is_taken_in_float32_also_for_bfloat16():
+    """Near 256, bfloat16 has steps of 2: scores of 256 and 257 over √2 would come out alike."""
+    query = jnp.array([[16, 1]], jnp.bfloat16)
+    key = jnp.array([[16, 0], [16, 1]], jnp.bfloat16)
+    weights = attention_weights(query, key, jnp.ones((1, 2), bool))
+    share = 1 / (1 + np.exp(-1 / np.sqrt(2)))
+    assert weights.dtype == jnp.bfloat16
+    assert_allclose(weights.astype(jnp.float32), [[1 - share, share]], rtol=2**-8)
+
+
+def test_written_keys_and_values_stand_where_they_were_put():
+    """Decoding appends one token at a time; what was there before and behind stays."""
+    room = KeyValue(jnp.zeros((2, 5, 1, 3)), jnp.zeros((2, 5, 1, 3)))
+    new = KeyValue(jnp.ones((2, 2, 1, 3)), jnp.full((2, 2, 1, 3), 7.0))
+    after = room.write(new, jnp.int32(2))
+    assert_array_equal(after.keys[:, :, 0, 0], [[0, 0, 1, 1, 0]] * 2)
+    assert_array_equal(after.values[:, :, 0, 2], [[0, 0, 7, 7, 0]] * 2)
+
+
+def test_multi_head_attention_is_its_heads_side_by_side_and_projected():
+    """Section 3.2.2: Concat(head_1, ..., head_h) W^O, for self- and for cross-attention."""
+    numbers = np.random.default_rng(2)
+    x, seen = (jnp.asarray(numbers.normal(size=(1, n, 6)), jnp.float32) for n in (4, 5))
+    mask = jnp.asarray(numbers.random((1, 4, 5)) < 0.7)
+    module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3))
+
+    def attend(module, x, attended, mask):
+        return module(x, module.keys_values(attended), mask)
+
+    params = reference.random_params(reference.MethodOf(module, attend), x, seen, mask)
+    plain = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
+    apply = jax.jit(partial(module.apply, method=attend, mutable=["intermediates"]))
+    for attended, allowed in [(seen, mask), (x, mask[:, :, :4])]:
+        output, state = apply(params, x, attended, allowed)
+        expected, weights = reference.multi_head_attention(
+            np.asarray(x[0]), np.asarray(attended[0]), allowed[0], plain, num_heads=3
+        )
+        assert_allclose(output[0], expected, rtol=1e-5, atol=1e-6)
+        assert_allclose(state["intermediates"]["weights"][0][0], weights, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,163 @@
+"""Dropout: the share that it drops, what it leaves alone, and where in the figure it acts."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from numpy.testing import assert_allclose, assert_array_equal
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.add_and_norm import AddAndNorm
+from flaxformer_min.model.dropout import Dropout, keep_mask, realised_rate
+from flaxformer_min.model.embedding import Embedding
+from flaxformer_min.model.feed_forward import FeedForward
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.tokens import one_sentence_per_row
+
+SHAPE = (101, 1999)  # neither a multiple of the four bytes of a word
+SIZE = 101 * 1999
+draw = jax.jit(keep_mask, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "rate, realised", [(0.1, 26 / 256), (0.3, 77 / 256), (0.5, 128 / 256), (0.999, 255 / 256)]
+)
+def test_dropout_drops_the_share_it_says(rate, realised):
+    """Section 5.4: P_drop in steps of 1/256; five standard deviations of the binomial apart."""
+    dropped = 1 - np.asarray(draw(jax.random.key(1), rate, SHAPE)).mean()
+    assert realised_rate(rate) == realised
+    assert abs(dropped - realised) < 5 * math.sqrt(realised * (1 - realised) / SIZE)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.999])
+def test_what_is_kept_is_scaled_up_so_that_the_mean_stays(rate):
+    """Srivastava et al. 2014: kept values are divided by the share that is kept."""
+    layer = jax.jit(lambda x, key: Dropout(rate).apply({}, x, rngs={"dropout": key}))
+    x = np.random.default_rng(0).uniform(1, 2, SHAPE).astype(np.float32)
+    ratio = np.asarray(layer(x, jax.random.key(2))) / x
+    kept = 1 - realised_rate(rate)
+    assert_allclose(ratio[ratio != 0], 1 / kept, rtol=1e-6)
+    assert abs(ratio.mean() - 1) < 5 * math.sqrt((1 - kept) / kept / SIZE)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 4, 1999])
+def test_neighbours_are_dropped_independently(distance):
+    """The four bytes of one random word decide for four neighbours, each on its own."""
+    keep = np.asarray(draw(jax.random.key(3), 0.3, SHAPE)).ravel()
+    correlation = np.corrcoef(keep[:-distance], keep[distance:])[0, 1]
+    assert abs(correlation) < 5 / math.sqrt(SIZE)
+
+
+def test_another_key_drops_other_values():
+    """Two keys agree about as often as two coins do: 0.5, for rate 0.5."""
+    first, again, other = (np.asarray(draw(jax.random.key(seed), 0.5, SHAPE)) for seed in (4, 4, 5))
+    assert_array_equal(first, again)
+    assert abs((first == other).mean() - 0.5) < 5 * math.sqrt(0.25 / SIZE)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (5, 1, 1), (0, 4)])
+def test_a_mask_has_the_shape_that_was_asked_for(shape):
+    """Words hold four bytes, and no shape needs to be a multiple of four."""
+    assert keep_mask(jax.random.key(0), 0.5, shape).shape == shape
+
+
+def test_without_a_key_or_a_rate_dropout_is_the_identity():
+    """Section 5.4 is about training: translation gives no key and loses nothing."""
+    x = jnp.arange(12.0).reshape(3, 4)
+    assert_array_equal(Dropout(0.9).apply({}, x), x)
+    assert_array_equal(Dropout(0.0).apply({}, x, rngs={"dropout": jax.random.key(0)}), x)
+
+
+def test_dropout_keeps_the_dtype():
+    """A bfloat16 layer stays one."""
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    assert Dropout(0.5).apply({}, x, rngs={"dropout": jax.random.key(0)}).dtype == jnp.bfloat16
+
+
+def check_rate(values, rate, kept_value):
+    """Of `values`, the realised share of `rate` is zero and the rest is `kept_value`."""
+    values, realised = np.asarray(values), realised_rate(rate)
+    zeros = (values == 0).mean()
+    assert abs(zeros - realised) < 5 * math.sqrt(realised * (1 - realised) / values.size)
+    assert_allclose(values[values != 0], kept_value / (1 - realised), rtol=1e-5)
+
+
+def apply_with_key(module, params, *arguments, method=None):
+    """`module` on `arguments` with a dropout key."""
+    call = jax.jit(
+        lambda *given: module.apply(
+            params, *given, method=method, rngs={"dropout": jax.random.key(7)}
+        )
+    )
+    return call(*arguments)
+
+
+def test_embeddings_with_their_positions_are_dropped_out():
+    """Section 5.4: "to the sums of the embeddings and the positional encodings"."""
+    module = Embedding(ModelConfig(d_model=64, dropout=0.3), vocab_size=5)
+    tokens = one_sentence_per_row(jnp.full((3, 50), 4))
+    params = {"params": {"table": jnp.full((5, 64), 1.0)}}
+    plain = jax.jit(module.apply)(params, tokens)
+    assert (plain != 0).all()
+    check_rate(apply_with_key(module, params, tokens) / plain, 0.3, 1.0)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_the_output_of_a_sub_layer_is_dropped_out_and_the_residual_is_not(norm):
+    """Section 5.4: "to the output of each sub-layer, before it is added to the sub-layer input"."""
+    module = AddAndNorm(ModelConfig(d_model=64, dropout=0.3, norm=norm))
+    x, output = jnp.full((200, 64), 5.0), jnp.full((200, 64), 2.0)
+    params = {"params": {"norm": {"scale": jnp.ones(64), "bias": jnp.zeros(64)}}}
+    total = np.asarray(apply_with_key(module, params, x, output, method=AddAndNorm.add))
+    if norm == "pre":
+        check_rate(total - 5, 0.3, 2.0)
+    else:  # behind the norm a dropped value is what is below the mean of its row
+        zeros = (total < 0).mean()
+        realised = realised_rate(0.3)
+        assert abs(zeros - realised) < 5 * math.sqrt(realised * (1 - realised) / total.size)
+        assert_allclose(total.mean(-1), 0, atol=1e-4)
+
+
+def test_feed_forward_dropout_is_behind_the_relu():
+    """Not in the paper: an inner layer of ones, and an outer one that lets it through."""
+    config = ModelConfig(d_model=64, d_ff=64, feed_forward_dropout=0.3)
+    inner = {"kernel": jnp.zeros((64, 64)), "bias": jnp.ones(64)}
+    outer = {"kernel": jnp.eye(64), "bias": jnp.zeros(64)}
+    params = {"params": {"inner": inner, "outer": outer}}
+    x = jnp.ones((100, 64))
+    check_rate(apply_with_key(FeedForward(config), params, x), 0.3, 1.0)
+    assert_array_equal(FeedForward(config).apply(params, x), x)
+
+
+def test_attention_dropout_is_on_the_weights_and_the_weights_shown_are_whole():
+    """Not in the paper: all queries look at 64 places alike, and gather one-hot values."""
+    module = MultiHeadAttention(ModelConfig(d_model=64, num_heads=1, attention_dropout=0.3))
+    nothing = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+    through = {"kernel": jnp.eye(64), "bias": jnp.zeros(64)}
+    params = {"params": dict(query=nothing, key=nothing, value=through, output=through)}
+
+    def attend(module, x):
+        gathered = module(x, module.keys_values(x), jnp.ones((4, 64, 64), bool))
+        return gathered, module.variables["intermediates"]["weights"][0]
+
+    call = jax.jit(
+        lambda x, key: module.apply(
+            params, x, method=attend, rngs={"dropout": key}, mutable=["intermediates"]
+        )
+    )
+    (gathered, weights), _ = call(jnp.tile(jnp.eye(64)[None], (4, 1, 1)), jax.random.key(7))
+    check_rate(gathered, 0.3, 1 / 64)
+    assert_allclose(weights, np.full((4, 1, 64, 64), 1 / 64), rtol=1e-5)
+
+
+def test_a_whole_model_is_noisy_by_its_key_alone():
+    """Section 5.4: the same key drops the same, another key other values."""
+    sizes = dict(vocab_size=11, num_layers=1, d_model=4, d_ff=4, num_heads=1)
+    tiny = reference.tiny(ModelConfig(**sizes, dropout=0.3))
+    noisy = jax.jit(lambda key: tiny.model.apply(tiny.params, tiny.batch, rngs={"dropout": key}))
+    first, again, other = (np.asarray(noisy(jax.random.key(seed))) for seed in (0, 0, 1))
+    assert_array_equal(first, again)
+    assert (first != other).any(axis=-1).all()

@@ -1,0 +1,484 @@
+"""The whole figure: against the paper in loops, who sees whom, and decoding against training."""
+
+import math
+from functools import cache, partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax.traverse_util import flatten_dict
+from numpy.testing import assert_allclose, assert_array_equal
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.add_and_norm import AddAndNorm
+from flaxformer_min.model.feed_forward import FeedForward
+from flaxformer_min.model.transformer import Transformer, first_tokens
+from flaxformer_min.tokens import Batch, one_sentence_per_row
+
+TINY = dict(vocab_size=11, num_layers=2, d_model=6, d_ff=7, num_heads=3)
+MODELS = {
+    "post": ModelConfig(**TINY),
+    "pre": ModelConfig(**TINY, norm="pre", positional_encoding="halves"),
+    "target_tied": ModelConfig(
+        **{**TINY, "num_layers": 1}, embeddings="target_tied", source_vocab_size=13
+    ),
+    "separate": ModelConfig(
+        **{**TINY, "num_layers": 1}, embeddings="separate", source_vocab_size=13, norm="pre"
+    ),
+}
+both_norms = pytest.mark.parametrize("name", ["post", "pre"])
+
+
+@cache
+def tiny(name):
+    """A model, its parameters and jitted ways to call it; compiled once for all tests."""
+    made = reference.tiny(MODELS[name])
+    apply = partial(made.model.apply, capture_intermediates=True)
+    forward = jax.jit(lambda params, batch: apply(params, batch))
+    made.see = lambda batch: forward(made.params, batch)
+    made.forward = lambda batch: np.asarray(made.see(batch)[0])
+    methods = {
+        method: jax.jit(
+            partial(made.model.apply, made.params, method=method), static_argnums=static
+        )
+        for method, static in [("remember", ()), ("start", (1, 2)), ("step", ())]
+    }
+    return SimpleNamespace(**{**vars(made), **methods})
+
+
+def change(tokens, places, column="ids", to=9):
+    """Tokens with one column rewritten at `places`."""
+    rewritten = getattr(tokens, column).at[places].set(to)
+    return tokens._replace(**{column: rewritten})
+
+
+# ---- the formulas ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_is_the_papers(name):
+    """Section 3, figure 1: loops over the formulas give what each layer gives, and each weight."""
+    model = tiny(name)
+    logits, state = model.see(model.batch)
+    actual = flatten_dict(state["intermediates"], sep="/")
+    plain = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.params["params"])
+    rows = [jax.tree.map(lambda x, row=row: np.asarray(x[row]), model.batch) for row in (0, 1)]
+    expected = [reference.transformer(plain, model.config, row.source, row.target) for row in rows]
+    layers = [f"{side}/layer_{n}" for side in ("encoder", "decoder") for n in (0, 1)]
+    layers = layers[: 4 : 2 // model.config.num_layers]
+    for row in (0, 1):
+        for layer in layers:
+            output = actual[f"{layer}/__call__"][0]
+            output = output[0] if "decoder" in layer else output
+            assert_allclose(output[row], expected[row][layer], rtol=1e-5, atol=1e-5)
+        weights = [path for path in expected[row] if path.endswith("weights")]
+        assert len(weights) == 3 * model.config.num_layers
+        for path in weights:
+            assert_allclose(actual[path][0][row], expected[row][path], rtol=1e-5, atol=1e-6)
+        encoded = actual["encoder/__call__"][0][row]
+        assert_allclose(encoded, expected[row]["encoder"], rtol=1e-5, atol=1e-5)
+        assert_allclose(logits[row], expected[row]["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_feed_forward_network_is_equation_2():
+    """Section 3.3, for every position alike."""
+    x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
+    module = FeedForward(ModelConfig(d_model=5, positional_encoding="none", num_heads=1, d_ff=7))
+    params = reference.random_params(module, x)
+    plain = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
+    output = jax.jit(module.apply)(params, x)
+    for row in (0, 1):
+        assert_allclose(output[row], reference.feed_forward(x[row], plain), rtol=1e-5, atol=1e-6)
+
+
+@both_norms
+def test_layer_norm_has_an_epsilon_of_a_millionth(name):
+    """Section 5.4 and tensor2tensor: values of 0.001 have a variance where 1e-6 is half of it."""
+    numbers = np.random.default_rng(0)
+    x, output = (numbers.normal(0, 1e-3, (4, 6)).astype(np.float32) for _ in range(2))
+    module = AddAndNorm(MODELS[name])
+
+    def around(module, x, output):
+        return module.before(x), module.add(x, output)
+
+    params = reference.random_params(reference.MethodOf(module, around), x, output)
+    before, after = jax.jit(partial(module.apply, method=around))(params, x, output)
+    norm = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"]["norm"])
+    if name == "pre":
+        assert_allclose(before, reference.layer_norm(x, norm), rtol=1e-5, atol=1e-6)
+        assert_allclose(after, x + output, rtol=1e-6)
+    else:
+        assert_array_equal(before, x)
+        expected = reference.layer_norm(x.astype(np.float64) + output, norm)
+        assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- who sees whom --------------------------------------------------------------------------
+
+
+@both_norms
+@pytest.mark.parametrize("place", range(6))
+def test_a_word_never_sees_its_future(name, place):
+    """Section 3.2.3: rewriting target token `place` leaves every score up to it as it was."""
+    model = tiny(name)
+    ids = jnp.array([[5, 6, 7, 8, 4, 3], [4, 5, 4, 5, 4, 3]])
+    batch = model.batch._replace(target=one_sentence_per_row(ids))
+    batch = batch._replace(source=one_sentence_per_row(model.batch.source.ids))
+    rewritten = batch._replace(target=change(batch.target, (slice(None), place)))
+    difference = np.abs(model.forward(batch) - model.forward(rewritten)).max(axis=-1)
+    assert (difference[:, : place + 1] == 0).all()
+    assert (difference[:, place + 1 :] > 0).all()
+
+
+@both_norms
+def test_a_word_sees_all_of_its_source(name):
+    """Section 3.2.3: the encoder's self-attention looks both ways."""
+    model = tiny(name)
+    scores = model.forward(model.batch)
+    for place in range(5):
+        source = change(model.batch.source, (1, place), to=2)
+        difference = np.abs(model.forward(model.batch._replace(source=source)) - scores)
+        assert (difference[1, :2].max(axis=-1) > 0).all()
+        assert (difference[0] == 0).all()
+
+
+@both_norms
+def test_what_stands_in_padding_changes_nothing(name):
+    """Section 3.2.3: not a bit of any real score, whatever ids and positions padding has."""
+    model = tiny(name)
+    source, target = model.batch
+    scores, real = model.forward(model.batch), np.asarray(target.segments) > 0
+    noise = jnp.array([[7] * 7, [1] * 7])
+    filled = Batch(
+        source._replace(
+            ids=jnp.where(source.segments == 0, noise, source.ids),
+            positions=jnp.where(source.segments == 0, 40, source.positions),
+        ),
+        target._replace(
+            ids=jnp.where(target.segments == 0, noise[:, :6], target.ids),
+            positions=jnp.where(target.segments == 0, 3, target.positions),
+        ),
+    )
+    assert_array_equal(model.forward(filled)[real], scores[real])
+
+
+@both_norms
+def test_batch_mates_change_nothing(name):
+    """Rows are computed side by side and do not meet: not a bit of a row's scores differs."""
+    model = tiny(name)
+    scores = model.forward(model.batch)
+    for row, other in [(0, 1), (1, 0)]:
+        mixed = jax.tree.map(lambda x, other=other: x.at[other].set(x[other][::-1]), model.batch)
+        mixed = mixed._replace(source=change(mixed.source, (other, 0), to=10))
+        assert_array_equal(model.forward(mixed)[row], scores[row])
+        assert (model.forward(mixed)[other] != scores[other]).any()
+
+
+@both_norms
+def test_sentences_of_a_packed_row_do_not_meet(name):
+    """Section 3.2.3: rewriting the second sentence of a row leaves not a bit of the first other."""
+    model = tiny(name)
+    source, target = model.batch
+    scores = model.forward(model.batch)
+    rewritten = Batch(change(source, (0, 4)), change(target, (0, slice(3, 6))))
+    difference = np.abs(model.forward(rewritten) - scores)[0].max(axis=-1)
+    assert (difference[:3] == 0).all() and (difference[3:] > 0).all()
+
+
+@both_norms
+def test_a_packed_row_gives_what_each_sentence_gives_alone(name):
+    """Section 5.1: packing is a matter of speed; the sentences come out as they would alone."""
+    model = tiny(name)
+    source = one_sentence_per_row(jnp.array([[5, 6, 4, 3, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0]]))
+    target = one_sentence_per_row(jnp.array([[8, 9, 3, 0, 0, 0], [4, 10, 3, 0, 0, 0]]))
+    packed, alone = model.forward(model.batch)[0], model.forward(Batch(source, target))
+    assert_allclose(packed[:3], alone[0, :3], rtol=1e-5, atol=1e-6)
+    assert_allclose(packed[3:], alone[1, :3], rtol=1e-5, atol=1e-6)
+
+
+def test_the_length_of_a_row_changes_nothing():
+    """Padding more or less only rounds otherwise, for sums are then taken in another order."""
+    model = tiny("post")
+    short = jax.tree.map(lambda x: x[1:, :5], model.batch)
+    expected = model.forward(model.batch)[1, :2]
+    assert_allclose(model.forward(short)[0, :2], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- decoding is training, one token at a time ----------------------------------------------
+
+SOURCE = one_sentence_per_row(jnp.array([[5, 6, 4, 9, 7, 10, 3], [9, 10, 3, 0, 0, 0, 0]]))
+COLUMNS = 7
+NO_PREFIX = jnp.zeros((2, 0), jnp.int32)
+PREFIXES = [jnp.array([[5, 8, 4], [0, 0, 0]]), jnp.array([[9, 0, 0], [4, 6, 0]])]
+
+
+def begin(model, beam, prefix):
+    """What decoding starts from: the memory, the cache, the prefix's score and the first tokens."""
+    memory = model.remember(SOURCE)
+    given = prefix if prefix.shape[1] else None
+    state, log_prob = model.start(memory, beam, COLUMNS - prefix.shape[1], given)
+    tokens = jnp.broadcast_to(first_tokens(prefix)[:, None], (2, beam))
+    return memory, state, log_prob, tokens
+
+
+def decode_at_random(model, beam, prefix, steps, seed=0):
+    """Every (row, history, scores) met while hypotheses go on, branch and die at random."""
+    numbers = np.random.default_rng(seed)
+    memory, state, _, tokens = begin(model, beam, prefix)
+    histories = [[[int(i) for i in row if i]] * beam for row in prefix]
+    met = []
+    for _ in range(steps):
+        scores, state = model.step(tokens, memory, state)
+        for row in (0, 1):
+            met += zip([row] * beam, histories[row], np.asarray(scores[row]), strict=True)
+        parents = numbers.integers(0, beam, (2, beam))
+        tokens = jnp.asarray(numbers.integers(3, 11, (2, beam)), jnp.int32)
+        state = state.reorder(jnp.asarray(parents))
+        histories = [
+            [histories[row][parents[row, h]] + [int(tokens[row, h])] for h in range(beam)]
+            for row in (0, 1)
+        ]
+    return met
+
+
+def teacher_forced(model, row, history):
+    """The scores of training for what follows `history`, the rest of the row being anything."""
+    ids = np.full((2, 6), 5)
+    ids[row, : len(history)] = history
+    batch = Batch(SOURCE, one_sentence_per_row(jnp.asarray(ids, jnp.int32)))
+    return model.forward(batch)[row, len(history)]
+
+
+@both_norms
+@pytest.mark.parametrize("beam", [1, 3])
+def test_every_hypothesis_gets_the_scores_that_training_gives_its_history(name, beam):
+    """Section 3.1, "auto-regressive": with hypotheses branching and dying at every step."""
+    model = tiny(name)
+    met = decode_at_random(model, beam, NO_PREFIX, steps=6)
+    assert len(met) == 6 * 2 * beam and len(met[-1][1]) == 5
+    for row, history, scores in met:
+        expected = teacher_forced(model, row, history)
+        assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["three and none", "one and two"])
+@both_norms
+def test_hypotheses_after_a_prefix_get_the_scores_of_training(name, prefix):
+    """Section 3.1: rows with prefixes of unlike lengths, an empty one too, go on side by side."""
+    model = tiny(name)
+    for row, history, scores in decode_at_random(model, 3, prefix, steps=3):
+        assert_allclose(scores, teacher_forced(model, row, history), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["three and none", "one and two"])
+def test_a_prefix_read_at_once_is_the_prefix_read_token_by_token(prefix):
+    """Section 3.1: and then the same tokens follow, up to the last column."""
+    model = tiny("post")
+    lengths = [int((row != 0).sum()) for row in prefix]
+    memory, state, log_prob, tokens = begin(model, 1, prefix)
+    at_once = []
+    for token in (6, 9, 7):
+        scores, state = model.step(tokens, memory, state)
+        at_once.append(np.asarray(scores[:, 0]))
+        tokens = jnp.full((2, 1), token)
+    read = [
+        [2, *map(int, row[:length]), 6, 9, 7, 0, 0]
+        for row, length in zip(prefix, lengths, strict=True)
+    ]
+    memory, state, nothing, _ = begin(model, 1, NO_PREFIX)
+    assert_array_equal(nothing, [0, 0])
+    one_by_one = []
+    for column in range(6):
+        tokens = jnp.array([[read[0][column]], [read[1][column]]])
+        scores, state = model.step(tokens, memory, state)
+        one_by_one.append(np.asarray(scores[:, 0]))
+    for row, length in enumerate(lengths):
+        for later in range(3):
+            expected = one_by_one[length + later][row]
+            assert_allclose(at_once[later][row], expected, rtol=1e-5, atol=1e-5)
+        total = 0.0
+        for place in range(length):
+            scores = teacher_forced(model, row, read[row][1 : place + 1]).astype(np.float64)
+            total += scores[read[row][place + 1]] - math.log(np.exp(scores).sum())
+        assert log_prob[row] == pytest.approx(total, rel=1e-5)
+
+
+def test_the_first_step_reads_the_last_token_of_the_prefix_or_bos():
+    """Figure 1, "outputs (shifted right)": BOS is 2."""
+    prefix = jnp.array([[5, 6, 7], [8, 9, 0], [4, 0, 0], [0, 0, 0]])
+    assert_array_equal(first_tokens(prefix), [7, 9, 4, 2])
+    assert_array_equal(first_tokens(NO_PREFIX), [2, 2])
+
+
+# ---- numbers --------------------------------------------------------------------------------
+
+
+@cache
+def scores_and_gradients(dtype):
+    """Of a one-layer model, for two rows and a third that is all padding on both sides."""
+    model = Transformer(ModelConfig(**{**TINY, "num_layers": 1, "dtype": dtype}))
+    rows = reference.two_rows()
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])]), rows)
+    params = reference.random_params(model, batch)
+
+    def loss(params):
+        scores = model.apply(params, batch)
+        return (jax.nn.log_softmax(scores) ** 2).mean(), scores
+
+    gradient, scores = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return params, gradient, scores, np.asarray(batch.target.segments) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_of_nothing_but_padding_has_finite_scores_and_gradients(dtype):
+    """Section 3.2.3: its queries may attend to nothing, and no NaN leaks into the parameters."""
+    params, gradient, scores, _ = scores_and_gradients(dtype)
+    assert jnp.isfinite(scores).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((params, gradient, scores)))
+
+
+def test_bfloat16_gives_nearly_the_scores_of_float32():
+    """A number has 8 bits, an error of 0.4 %; through ten boxes less than 5 % of the spread."""
+    exact, near = (np.asarray(scores_and_gradients(dtype)[2]) for dtype in ("float32", "bfloat16"))
+    real = scores_and_gradients("float32")[3]
+    error = np.sqrt(np.mean((exact - near)[real] ** 2)) / exact[real].std()
+    assert 0 < error < 0.05
+
+
+@pytest.mark.parametrize(
+    "sizes, by_hand",
+    [
+        # the table, and per layer pair: 3 attentions, 2 feed-forward networks and 5 norms
+        (dict(), 37_000 * 512 + 6 * (3 * 1_050_624 + 2 * 2_099_712 + 5 * 1_024)),
+        (
+            dict(d_model=1024, d_ff=4096, num_heads=16),
+            37_000 * 1024 + 6 * (3 * 4_198_400 + 2 * 8_393_728 + 5 * 2_048),
+        ),
+    ],
+    ids=["base", "big"],
+)
+def test_base_and_big_have_the_parameters_of_table_3(sizes, by_hand):
+    """Table 3 says 65 and 213 million; with 37,000 shared pieces they are 63.1 and 214.2.
+
+    An attention has 4 (d² + d), a feed-forward network 2 d d_ff + d_ff + d, a norm 2 d.
+    """
+    row = one_sentence_per_row(jnp.ones((1, 2), jnp.int32))
+    model = Transformer(ModelConfig(**sizes))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), Batch(row, row))
+    counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    assert counted == by_hand
+    assert counted == {"base": 63_082_496, "big": 214_245_376}["big" if sizes else "base"]
+
+
+def test_parameters_start_small_and_in_float32():
+    """Section 3.4: √d_model times the table starts with a spread of 1; biases 0, gains 1."""
+    model = Transformer(
+        ModelConfig(
+            vocab_size=999, num_layers=1, d_model=32, d_ff=64, num_heads=4, dtype="bfloat16"
+        )
+    )
+    params = jax.jit(model.init)(jax.random.key(0), reference.two_rows())
+    flat = flatten_dict(params["params"], sep="/")
+    assert all(leaf.dtype == jnp.float32 for leaf in flat.values())
+    assert np.std(flat["embedding/table"]) * 32**0.5 == pytest.approx(1, rel=0.02)
+    for path, leaf in flat.items():
+        if path.endswith("bias"):
+            assert (leaf == 0).all(), path
+        if path.endswith("scale"):
+            assert (leaf == 1).all(), path
+        if path.endswith("kernel"):  # Glorot and Bengio 2010: uniform up to √(6 / (in + out))
+            limit = math.sqrt(6 / sum(leaf.shape))
+            assert 0.95 * limit < np.abs(leaf).max() <= limit, path
+
+
+# ---- names ----------------------------------------------------------------------------------
+
+ATTENTION = """
+query/bias 6
+query/kernel 6 6
+key/bias 6
+key/kernel 6 6
+value/bias 6
+value/kernel 6 6
+output/bias 6
+output/kernel 6 6
+"""
+FEED_FORWARD = """
+inner/bias 7
+inner/kernel 6 7
+outer/bias 6
+outer/kernel 7 6
+"""
+NORM = """
+norm/bias 6
+norm/scale 6
+"""
+LAYERS = {
+    "encoder/layer_0/self_attention": ATTENTION,
+    "encoder/layer_0/self_attention_norm": NORM,
+    "encoder/layer_0/feed_forward": FEED_FORWARD,
+    "encoder/layer_0/feed_forward_norm": NORM,
+    "decoder/layer_0/self_attention": ATTENTION,
+    "decoder/layer_0/self_attention_norm": NORM,
+    "decoder/layer_0/cross_attention": ATTENTION,
+    "decoder/layer_0/cross_attention_norm": NORM,
+    "decoder/layer_0/feed_forward": FEED_FORWARD,
+    "decoder/layer_0/feed_forward_norm": NORM,
+}
+FINAL_NORMS = [
+    "encoder/final_norm/bias 6",
+    "encoder/final_norm/scale 6",
+    "decoder/final_norm/bias 6",
+    "decoder/final_norm/scale 6",
+]
+EMBEDDINGS = {
+    "shared": ["embedding/table 11 6"],
+    "target_tied": ["source_embedding/table 13 6", "target_embedding/table 11 6"],
+    "separate": [
+        "source_embedding/table 13 6",
+        "target_embedding/table 11 6",
+        "output_projection/kernel 6 11",
+        "output_projection/bias 11",
+    ],
+}
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("embeddings", EMBEDDINGS)
+def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm):
+    """Figure 1: checkpoints and converters depend on them; a change needs a new FORMAT_VERSION."""
+    config = ModelConfig(
+        **{**TINY, "num_layers": 1},
+        embeddings=embeddings,
+        source_vocab_size=None if embeddings == "shared" else 13,
+        norm=norm,
+    )
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), reference.two_rows())
+    assert list(shapes) == ["params"]
+    actual = {
+        " ".join(map(str, (path, *leaf.shape)))
+        for path, leaf in flatten_dict(shapes["params"], sep="/").items()
+    }
+    expected = {
+        f"{box}/{line}" for box, lines in LAYERS.items() for line in lines.split("\n") if line
+    }
+    expected |= set(EMBEDDINGS[embeddings]) | set(FINAL_NORMS if norm == "pre" else [])
+    assert actual == expected
+
+
+def test_layers_are_numbered_from_0():
+    """Section 3.1: N layers a side, layer_0 next to the embeddings."""
+    shapes = jax.eval_shape(tiny("post").model.init, jax.random.key(0), tiny("post").batch)
+    for side in ("encoder", "decoder"):
+        assert sorted(shapes["params"][side]) == ["layer_0", "layer_1"]
+
+
+def test_a_token_that_no_vocabulary_has_makes_no_nan():
+    """Ids are checked where data comes in; a wrong one here must not spread as NaN."""
+    model = tiny("post")
+    batch = model.batch._replace(source=change(model.batch.source, (0, 0), to=99))
+    assert np.isfinite(model.forward(batch)).all()
