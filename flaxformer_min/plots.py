@@ -8,6 +8,7 @@ import base64
 import functools
 import hashlib
 import importlib.resources
+import importlib.util
 import json
 import math
 import os
@@ -41,6 +42,7 @@ def attention_figure(
     has become `□`, with a warning that says what to install. Raises ValueError where shapes and
     tokens disagree, ImportError without matplotlib.
     """
+    _need_matplotlib()
     shape = "[heads target source]"
     weights = _checked("weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3))
     weights = weights[None] if weights.ndim == 2 else weights
@@ -228,14 +230,18 @@ def _readable(token: str) -> str:
     return "".join(shown if len(shown) <= 24 else [*shown[:22], "…"])
 
 
-def _new_figure(**size: Any) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
+def _need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             "Figures need matplotlib; install it with: pip install 'flaxformer_min[plots]'"
-        ) from error
-    return Figure(**size)
+        )
+
+
+def _new_figure(**settings: Any) -> "Figure":
+    _need_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(**settings)
 
 
 def _panels(
