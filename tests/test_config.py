@@ -1,0 +1,299 @@
+"""Settings: what is refused and in which words, and the way to JSON and back."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from flaxformer_min.config import (
+    FORMAT_VERSION,
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    TrainingConfig,
+    differences,
+)
+
+
+def test_the_defaults_are_the_papers():
+    """Table 3, row "base", and sections 5.3, 5.4 and 6.1."""
+    config = Config()
+    model, training, decoding = config.model, config.training, config.decoding
+    assert (model.num_layers, model.d_model, model.d_ff, model.num_heads) == (6, 512, 2048, 8)
+    assert (model.dropout, model.attention_dropout, model.feed_forward_dropout) == (0.1, 0, 0)
+    assert (model.norm, model.positional_encoding) == ("post", "interleaved")
+    assert (model.vocab_size, model.embeddings, model.dtype) == (37_000, "shared", "float32")
+    assert (training.steps, training.warmup_steps) == (100_000, 4_000)
+    assert (training.adam_b1, training.adam_b2, training.adam_epsilon) == (0.9, 0.98, 1e-9)
+    assert training.label_smoothing == 0.1
+    assert (decoding.beam_size, decoding.length_penalty) == (4, 0.6)
+    assert decoding.max_extra_tokens == 50
+
+
+def other(field):
+    """A value that a setting may have and that is not its default."""
+    named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
+    if field.name in named:
+        return named[field.name]
+    if get_origin(field.type) is Literal:
+        return get_args(field.type)[-1]
+    if isinstance(field.default, (bool, str)):
+        return "elsewhere" if field.default == "" else not field.default
+    if isinstance(field.default, float):
+        return field.default / 2 or 0.25
+    return 2 * (field.default or 4)
+
+
+EVERYTHING_OTHERWISE = Config(
+    **{
+        group.name: group.type(**{f.name: other(f) for f in dataclasses.fields(group.type)})
+        for group in dataclasses.fields(Config)
+    }
+)
+
+
+@pytest.mark.parametrize("config", [Config(), EVERYTHING_OTHERWISE], ids=["defaults", "others"])
+def test_a_config_goes_to_json_and_back(config):
+    """A run folder says how it was made; nothing is lost, also where no setting is the default."""
+    assert Config.from_json(config.to_json()) == config
+    content = json.loads(config.to_json())
+    assert content.pop("format_version") == FORMAT_VERSION
+    assert content == dataclasses.asdict(config)
+
+
+def test_the_other_config_differs_in_every_setting():
+    """Else the round trip would not have tested it."""
+    for group in dataclasses.fields(Config):
+        for field in dataclasses.fields(group.type):
+            given = getattr(getattr(EVERYTHING_OTHERWISE, group.name), field.name)
+            assert given != field.default, f"{group.name}.{field.name}"
+
+
+def test_settings_that_a_file_does_not_name_get_their_default():
+    """An older run folder is read by a newer library."""
+    text = '{"format_version": 1, "model": {"d_ff": 64}}'
+    assert Config.from_json(text) == Config(model=ModelConfig(d_ff=64))
+
+
+REFUSED = [
+    # wrong types
+    (ModelConfig, dict(d_model="512"), "model.d_model must be a whole number; got '512'."),
+    (ModelConfig, dict(d_model=512.0), "model.d_model must be a whole number; got 512.0."),
+    (ModelConfig, dict(num_layers=True), "model.num_layers must be a whole number; got True."),
+    (ModelConfig, dict(dropout="0.1"), "model.dropout must be a number; got '0.1'."),
+    (ModelConfig, dict(dropout=True), "model.dropout must be a number; got True."),
+    (
+        ModelConfig,
+        dict(source_vocab_size=1.5),
+        "model.source_vocab_size must be a whole number or none; got 1.5.",
+    ),
+    (ModelConfig, dict(norm="none"), "model.norm must be one of 'post', 'pre'; got 'none'."),
+    (ModelConfig, dict(norm=None), "model.norm must be one of 'post', 'pre'; got None."),
+    (
+        ModelConfig,
+        dict(dtype="float16"),
+        "model.dtype must be one of 'float32', 'bfloat16'; got 'float16'.",
+    ),
+    (DataConfig, dict(corpus=3), "data.corpus must be text; got 3."),
+    (DataConfig, dict(download=1), "data.download must be true or false; got 1."),
+    (TrainingConfig, dict(clip_norm="1"), "training.clip_norm must be a number or none; got '1'."),
+    # out of range
+    (ModelConfig, dict(vocab_size=3), "model.vocab_size must be at least 4; got 3."),
+    (ModelConfig, dict(num_heads=0), "model.num_heads must be at least 1; got 0."),
+    (ModelConfig, dict(source_vocab_size=3), "model.source_vocab_size must be at least 4; got 3."),
+    (ModelConfig, dict(dropout=1.0), "model.dropout must be less than 1; got 1.0."),
+    (ModelConfig, dict(dropout=-0.1), "model.dropout must be at least 0; got -0.1."),
+    (
+        ModelConfig,
+        dict(dropout=float("nan")),
+        "model.dropout must be at least 0 and less than 1; got nan.",
+    ),
+    (DataConfig, dict(rows_per_batch=0), "data.rows_per_batch must be at least 1; got 0."),
+    (TrainingConfig, dict(steps=0), "training.steps must be at least 1; got 0."),
+    (TrainingConfig, dict(adam_epsilon=0), "training.adam_epsilon must be more than 0; got 0."),
+    (TrainingConfig, dict(clip_norm=0.0), "training.clip_norm must be more than 0; got 0.0."),
+    (TrainingConfig, dict(seed=-1), "training.seed must be at least 0; got -1."),
+    (DecodingConfig, dict(beam_size=0), "decoding.beam_size must be at least 1; got 0."),
+    # one by one fine, and not together
+    (
+        ModelConfig,
+        dict(d_model=10, num_heads=3),
+        "model.d_model must be a multiple of model.num_heads, so that the heads share it evenly; "
+        "got d_model=10, num_heads=3.",
+    ),
+    (
+        ModelConfig,
+        dict(d_model=9, num_heads=3),
+        "model.d_model must be even, because sines and cosines come in pairs; got 9.",
+    ),
+    (
+        ModelConfig,
+        dict(source_vocab_size=500),
+        "model.embeddings='shared' needs one vocabulary for both languages; got "
+        "source_vocab_size=500. Leave it out, or choose embeddings='target_tied' or 'separate'.",
+    ),
+    (
+        DataConfig,
+        dict(languages="en"),
+        "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
+        "got 'en'.",
+    ),
+    (
+        DataConfig,
+        dict(languages="en-"),
+        "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
+        "got 'en-'.",
+    ),
+    (
+        Config,
+        dict(model=ModelConfig(vocab_size=4), decoding=DecodingConfig(beam_size=5)),
+        "decoding.beam_size must not exceed model.vocab_size, for there are no more "
+        "continuations; got 5 and 4.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "group, settings, error", REFUSED, ids=[str(settings) for _, settings, _ in REFUSED]
+)
+def test_a_wrong_setting_is_refused_with_the_rule_and_what_was_found(group, settings, error):
+    """At the edge, so that no shape error has to tell it later."""
+    with pytest.raises(ValueError) as raised:
+        group(**settings)
+    assert str(raised.value) == error
+
+
+@pytest.mark.parametrize(
+    "group, settings",
+    [
+        (ModelConfig, dict(dropout=0)),
+        (ModelConfig, dict(d_model=9, num_heads=3, positional_encoding="none")),
+        (ModelConfig, dict(source_vocab_size=4, embeddings="target_tied")),
+        (ModelConfig, dict(source_vocab_size=4, embeddings="separate")),
+        (TrainingConfig, dict(clip_norm=None)),
+        (TrainingConfig, dict(clip_norm=1)),
+        (DataConfig, dict(rows_per_batch=1, languages="zh_Hant-ko")),
+        (Config, dict(model=ModelConfig(vocab_size=4))),
+    ],
+)
+def test_what_the_rules_allow_is_taken(group, settings):
+    """The other side of each limit; a whole number is a number."""
+    config = group(**settings)
+    assert all(getattr(config, name) == value for name, value in settings.items())
+
+
+BROKEN_FILES = [
+    ("{", "run/config.json must be JSON; Expecting property name"),
+    ("", "run/config.json must be JSON; Expecting value"),
+    ("[]", "run/config.json must hold a format_version; it is no flaxformer_min config."),
+    ("{}", "run/config.json must hold a format_version; it is no flaxformer_min config."),
+    (
+        '{"format_version": "1"}',
+        "run/config.json must hold a format_version; it is no flaxformer_min config.",
+    ),
+    (
+        f'{{"format_version": {FORMAT_VERSION + 1}, "new": 0}}',
+        f"run/config.json has format {FORMAT_VERSION + 1}, and this flaxformer_min reads up to "
+        f"{FORMAT_VERSION}. Install a newer flaxformer_min.",
+    ),
+    (
+        '{"format_version": 1, "modle": {}}',
+        "run/config.json has no setting 'modle'; it knows data, model, training, decoding.",
+    ),
+    (
+        '{"format_version": 1, "decoding": {"beam": 4}}',
+        "run/config.json, decoding has no setting 'beam'; it knows beam_size, length_penalty, "
+        "max_extra_tokens, batch_size.",
+    ),
+    (
+        '{"format_version": 1, "model": 3}',
+        "run/config.json: model must be a group of settings; got 3.",
+    ),
+    (
+        '{"format_version": 1, "model": {"d_ff": null}}',
+        "model.d_ff must be a whole number; got None.",
+    ),
+]
+
+
+@pytest.mark.parametrize("text, error", BROKEN_FILES)
+def test_a_broken_config_file_is_refused_by_name(text, error):
+    """A user reads which file, which rule and what was found."""
+    with pytest.raises(ValueError) as raised:
+        Config.from_json(text, "run/config.json")
+    assert str(raised.value).startswith(error)
+
+
+def test_a_config_cannot_be_changed_by_accident():
+    """It is checked when it is made, so it must stay what it was."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.d_ff = 3
+    assert hash(ModelConfig()) == hash(ModelConfig())
+
+
+def test_differences_name_what_a_continued_run_must_not_change():
+    """One line a setting, in the order of the config; what may change is left out."""
+    new = Config(
+        data=DataConfig(rows_per_batch=128, workers=4),
+        model=ModelConfig(d_ff=64, dtype="bfloat16"),
+        training=TrainingConfig(steps=7, seed=3),
+        decoding=DecodingConfig(beam_size=1),
+    )
+    assert differences(Config(), new) == [
+        "data.rows_per_batch: 32 in the run, 128 now",
+        "model.d_ff: 2048 in the run, 64 now",
+        "training.seed: 0 in the run, 3 now",
+    ]
+    assert differences(new, new) == []
+
+
+MUST_STAY = """
+data.corpus data.languages data.rows_per_batch
+model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
+model.dropout model.attention_dropout model.feed_forward_dropout model.norm
+model.positional_encoding model.embeddings
+training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
+training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
+training.seed
+"""
+MAY_CHANGE = """
+data.workers data.cache_dir data.download model.dtype
+training.steps training.log_every training.validate_every training.save_every
+decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
+"""
+
+
+@pytest.mark.parametrize(
+    "settings, lines", [(MUST_STAY.split(), 1), (MAY_CHANGE.split(), 0)], ids=["stay", "may change"]
+)
+def test_only_what_does_not_touch_data_or_learning_may_change(settings, lines):
+    """Continuing is exact: the order of rows, the model and its optimizer stay what they were."""
+    for setting in settings:
+        found = differences(Config(), _with_other(*setting.split(".")))
+        assert len(found) == lines, setting
+        assert all(line.startswith(f"{setting}: ") for line in found)
+
+
+def _with_other(group, name):
+    """The default config with one setting of `EVERYTHING_OTHERWISE`, unchecked."""
+    changed = object.__new__(type(getattr(Config(), group)))
+    changed.__dict__.update(getattr(Config(), group).__dict__)
+    changed.__dict__[name] = getattr(getattr(EVERYTHING_OTHERWISE, group), name)
+    config = object.__new__(Config)
+    config.__dict__.update({**Config().__dict__, group: changed})
+    return config
+
+
+def test_every_setting_says_what_it_is_for():
+    """`--help` shows these texts: a setting without one is a riddle."""
+    lines = Path(inspect.getfile(Config)).read_text().splitlines()
+    declared = [number for number, line in enumerate(lines) if " = setting(" in line]
+    assert len(declared) == sum(
+        len(dataclasses.fields(group.type)) for group in dataclasses.fields(Config)
+    )
+    for number in declared:
+        assert lines[number + 1].startswith('    """'), lines[number]
