@@ -234,6 +234,12 @@ class TrainingConfig:
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
     """Newest checkpoints kept; the best by validation is kept besides."""
 
+    best_by: Literal["loss", "bleu"] = setting("loss", may_change=True)
+    """What makes a checkpoint the best: the lowest validation loss or the highest BLEU."""
+
+    max_skipped: int = setting(20, at_least=1, may_change=True)
+    """Stop after this many steps in a row whose loss or gradient is not finite."""
+
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "training")

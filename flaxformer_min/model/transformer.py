@@ -130,12 +130,12 @@ class Transformer(nn.Module):
         beam_size: int,
         max_length: int,
         prefix: Int[Array, "batch prefix"] | None = None,
-    ) -> tuple[Cache, Float[Array, " batch"]]:
+    ) -> tuple[Cache, Float[Array, "batch prefix"]]:
         """Room for `beam_size` hypotheses of `max_length` tokens, after a forced `prefix` if given.
 
         A prefix holds target ids, without BOS and EOS, padded at the end with PAD. It is read in
-        one pass. Returns the cache and the log-probability of the prefix in nats. The first `step`
-        reads the prefix's last token, or BOS where there is none.
+        one pass. Returns the cache and the log-probability of each of its tokens in nats, 0 for
+        PAD. The first `step` reads the prefix's last token, or BOS: see `first_tokens`.
         """
         batch, config = memory.segments.shape[0], self.config
         if prefix is None:
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         ancestors = jnp.full((batch, beam_size, columns), -1)
         if not length:
             cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), prefix.sum(1))
-            return cache, jnp.zeros(batch)
+            return cache, jnp.zeros((batch, 0))
         tokens = one_sentence_per_row(prefix)
         x, own = self._read(shift_right(tokens), memory)
         log_probs = jax.nn.log_softmax(self.logits(x))
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         )
         ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
         cache = Cache(written, ancestors, jnp.int32(length), tokens.segments.sum(1))
-        return cache, (chosen * tokens.segments).sum(1)
+        return cache, chosen * tokens.segments
 
     def step(
         self, tokens: Int[Array, "batch beam"], memory: Memory, cache: Cache

@@ -1,0 +1,222 @@
+"""Checkpoints: written by Orbax in the background, believed only if their checksum holds.
+
+A checkpoint is a folder named by its step. Beside the arrays stands a JSON item with what is not an
+array (where the rows stand, say) and the checksums of everything; Orbax itself would restore a
+flipped bit without a word.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+def checksum(tree: PyTree) -> str:
+    """A digest of names, shapes, types and values of all leaves.
+
+    >>> checksum({"a": np.zeros(2)}) == checksum({"a": np.zeros(2)})
+    True
+    >>> checksum({"a": np.zeros(2)}) == checksum({"a": np.array([0.0, 1e-30])})
+    False
+    """
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(leaf)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one run, for the process that trains it.
+
+    `state` is a mapping whose entry "params" can later be restored alone.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        """Open `folder`, made if need be. Leftovers of a save that was killed are removed.
+
+        The `keep` newest checkpoints are kept, and the one of the lowest rank.
+        """
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers as managers
+
+        def rank(metrics: Mapping[str, float]) -> float:
+            return metrics["rank"]
+
+        best = managers.BestN(
+            n=1, get_metric_fn=rank, reverse=True, keep_checkpoints_without_metrics=False
+        )
+        self.folder = folder
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(keep), best]),
+                best_fn=rank,
+                best_mode="min",
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def save(
+        self, step: int, state: dict[str, PyTree], meta: dict, rank: float | None = None
+    ) -> None:
+        """Save in the background; the arrays may be donated as soon as this returns.
+
+        `rank` orders validated checkpoints, the lowest being the best.
+        """
+        import orbax.checkpoint as ocp
+
+        meta = {**meta, "checksums": {name: checksum(tree) for name, tree in state.items()}}
+        meta["checksum"] = _meta_checksum(meta)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
+            metrics=None if rank is None else {"rank": rank},
+            force=True,
+        )
+
+    def restore(
+        self, like: dict[str, PyTree], warn: Callable[[str], None]
+    ) -> tuple[int, dict[str, PyTree], dict] | None:
+        """The newest whole checkpoint as (step, state, meta), or None where there is none at all.
+
+        `like` gives shapes, types and placement. A damaged checkpoint is named to `warn`, moved to
+        the folder "damaged" beside the others, and the one before it is tried. Raises ValueError
+        when all are damaged.
+        """
+        import orbax.checkpoint as ocp
+
+        steps = _steps(self.folder)
+        found, damaged = None, []
+        for step in steps:
+            try:
+                found = _restore(self._manager, step, like, ocp)
+                break
+            except Exception as error:  # Orbax raises whatever its readers raise
+                damaged.append(step)
+                warn(f"checkpoint {step} in {self.folder} is damaged ({_first_line(error)}).")
+        if steps and found is None:
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole; tried {', '.join(map(str, steps))}. "
+                "Copy one back from elsewhere, or start in another folder."
+            )
+        for step in damaged:
+            shelter = self.folder.parent / "damaged"
+            shelter.mkdir(exist_ok=True)
+            shutil.rmtree(shelter / str(step), ignore_errors=True)
+            shutil.move(self.folder / str(step), shelter / str(step))
+        if damaged:
+            self._manager.reload()
+        return None if found is None else (step, *found)
+
+    def wait(self) -> None:
+        """Return when what was saved is on disk; raise what went wrong on the way."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and let go."""
+        self._manager.close()
+
+
+def restore_params(
+    folder: Path, step: int | None, warn: Callable[[str], None]
+) -> tuple[int, PyTree]:
+    """The parameters alone, on this machine's first device: (step, params).
+
+    `step` None: the best by validation if one was validated, else the newest. A damaged checkpoint
+    is named to `warn` and the next best is tried. Raises ValueError when there is none, none is
+    whole, or the one asked for is not there.
+    """
+    import orbax.checkpoint as ocp
+
+    steps = _steps(folder)
+    if not steps:
+        raise ValueError(f"{folder.parent} holds no checkpoint yet. Train it until it has saved.")
+    if step is not None and step not in steps:
+        raise ValueError(
+            f"{folder.parent} has no checkpoint of step {step}; it has "
+            f"{', '.join(map(str, steps))}."
+        )
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(
+        folder.absolute(), options=options, item_handlers=handlers
+    ) as manager:
+        for candidate in [step] if step is not None else _best_first(folder, steps):
+            try:
+                like = _on_first_device(manager.item_metadata(candidate)["state"].tree["params"])
+                state, _ = _restore(manager, candidate, {"params": like}, ocp, partial=True)
+                return candidate, state["params"]
+            except Exception as error:  # Orbax raises whatever its readers raise
+                warn(f"checkpoint {candidate} in {folder} is damaged ({_first_line(error)}).")
+    raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
+
+
+def _on_first_device(metadata: PyTree) -> PyTree:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        metadata,
+        is_leaf=lambda leaf: hasattr(leaf, "shape"),
+    )
+
+
+def _restore(manager, step: int, like: dict[str, PyTree], ocp, partial: bool = False):
+    """State and meta of one checkpoint, if everything in it is as it was saved."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    item = ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=partial,
+    )
+    restored = manager.restore(
+        step, args=ocp.args.Composite(state=item, meta=ocp.args.JsonRestore())
+    )
+    state, meta = restored["state"], restored["meta"]
+    expected = meta.pop("checksum", None)
+    if expected != _meta_checksum(meta):
+        raise ValueError("the checksum of its description does not hold")
+    wrong = [name for name in like if checksum(state[name]) != meta["checksums"].get(name)]
+    if wrong:
+        raise ValueError(f"the checksum of {', '.join(wrong)} does not hold")
+    return state, meta
+
+
+def _meta_checksum(meta: dict) -> str:
+    content = json.dumps({k: v for k, v in meta.items() if k != "checksum"}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _steps(folder: Path) -> list[int]:
+    """Newest first. An unfinished save has a longer name."""
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def _best_first(folder: Path, steps: list[int]) -> list[int]:
+    """Validated steps, the best of them first, then the others; the newest first among equals."""
+
+    def rank(step: int) -> tuple[bool, float]:
+        try:
+            metrics = json.loads((folder / str(step) / "metrics" / "metrics").read_text())
+            return False, float(metrics["rank"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return True, 0.0
+
+    return sorted(steps, key=rank)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0][:200]

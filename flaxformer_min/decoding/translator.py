@@ -1,0 +1,399 @@
+"""From lines of text to lines of text, with a trained model."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.decoding.search import Hypotheses, Prefix, Sampling, search
+from flaxformer_min.devices import replicate
+from flaxformer_min.model.transformer import Transformer, first_tokens
+from flaxformer_min.tokens import EOS, PAD, Batch, one_sentence_per_row
+
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+"""Tokens a sentence is padded to. A longer source is cut to the last of them, with a warning."""
+
+BATCHES = (1, 8, 64)
+"""Sentences a batch is padded to, on each device; the configured batch size is the last."""
+
+PLACES = 64 * 128
+"""Source tokens a batch may hold at most: longer sentences come in smaller batches."""
+
+
+class Translation(NamedTuple):
+    """One hypothesis for a line.
+
+    text:     without the tokens' seams.
+    log_prob: of the whole, in nats, EOS included.
+    score:    log_prob over the length penalty; what hypotheses are ordered by.
+    """
+
+    text: str
+    log_prob: float
+    score: float
+
+
+class PairScore(NamedTuple):
+    """How likely a model finds a given translation.
+
+    tokens:    the pieces of the target, EOS last.
+    log_probs: of each of them, in nats.
+    """
+
+    tokens: list[str]
+    log_probs: list[float]
+
+    @property
+    def log_prob(self) -> float:
+        """Of the whole translation, in nats."""
+        return float(np.sum(self.log_probs, dtype=np.float64))
+
+
+class Attention(NamedTuple):
+    """What attended to what, [layers heads queries keys] each; a row sums to one.
+
+    source_tokens: queries and keys of `encoder`, keys of `cross`.
+    target_tokens: queries of `decoder` and `cross`: the token that is written.
+    read_tokens:   keys of `decoder`: the tokens read so far, from BOS on.
+    """
+
+    encoder: np.ndarray
+    decoder: np.ndarray
+    cross: np.ndarray
+    source_tokens: list[str]
+    target_tokens: list[str]
+    read_tokens: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to search; the defaults are the paper's (section 6.1)."""
+
+    beam_size: int = 4
+    n_best: int = 1
+    length_penalty: float = 0.6
+    max_extra_tokens: int = 50
+    min_length: int = 0
+    sampling: Sampling | None = None
+    seed: int = 0
+
+
+class Translator:
+    """A model, or several that decide together, and the tokenizers of their languages.
+
+    All devices of this machine are used. What is said of a line does not depend on the lines beside
+    it. `compilations` counts the programs compiled so far.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ModelConfig],
+        params: Sequence[Any],
+        tokenizers: tuple[Any, Any],
+        decoding: DecodingConfig | None = None,
+    ):
+        """`configs` and `params` of one model each; the tokenizers of source and target."""
+        self.models = [Transformer(config) for config in configs]
+        self.source_tokenizer, self.target_tokenizer = tokenizers
+        self.decoding = decoding or DecodingConfig()
+        self.devices = jax.local_devices()
+        self.compilations = 0
+        self._programs: dict[Any, Callable] = {}
+        self._shapes: set = set()
+        self.use_params(params)
+
+    @classmethod
+    def load(
+        cls,
+        *runs: str | Path,
+        step: int | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> "Translator":
+        """The model that a run left; several runs with one vocabulary decide together.
+
+        It restores the best checkpoint by validation, or that of `step`, and nothing in the folder
+        is executed. Raises ValueError for what is no run, holds no whole checkpoint, or has another
+        vocabulary than the first.
+        """
+        from flaxformer_min.run_folder import RunFolder
+
+        if not runs:
+            raise ValueError("a translator needs at least one run folder; got none.")
+        folders = [RunFolder(run) for run in runs]
+        tokenizers = [folder.tokenizers() for folder in folders]
+        for folder, other in zip(folders, tokenizers, strict=True):
+            if other != tokenizers[0]:
+                raise ValueError(
+                    "models that decide together must have the same vocabulary; that of "
+                    f"{folder.path} is not that of {folders[0].path}. Train both with one."
+                )
+        return cls(
+            [folder.model_config() for folder in folders],
+            [folder.params(step, warn)[1] for folder in folders],
+            tokenizers[0],
+            folders[0].config().decoding,
+        )
+
+    def use_params(self, params: Sequence[Any]) -> None:
+        """Go on with other parameters of the same models, keeping what is compiled."""
+        self.params = replicate(list(params), self.devices)
+
+    def options(self, **changes: Any) -> Options:
+        """The run's own way of searching, with `changes`."""
+        settings = {
+            field.name: getattr(self.decoding, field.name)
+            for field in dataclasses.fields(Options)
+            if hasattr(self.decoding, field.name)
+        }
+        return Options(**{**settings, **changes})
+
+    def translate(self, lines: Sequence[str], **options: Any) -> list[str]:
+        """The best translation of each line; an empty line gives an empty one.
+
+        `options` are fields of `Options`.
+        """
+        return [found[0].text for found in self.hypotheses(lines, self.options(**options))]
+
+    def hypotheses(
+        self,
+        lines: Sequence[str],
+        options: Options,
+        prefixes: Sequence[str] | None = None,
+        *,
+        first_line: int = 1,
+        warn: Callable[[str], None] = warnings.warn,
+        stop: Callable[[], bool] = bool,
+    ) -> list[list[Translation]]:
+        """The `n_best` translations of each line, best first; of an empty line, one empty one.
+
+        `prefixes` are how translations must begin, "" where they need not. A source of more tokens
+        than the last of `LENGTHS` is cut and named to `warn`, counted from `first_line`. Raises
+        KeyboardInterrupt between two batches once `stop()`.
+        """
+        if prefixes is not None and len(prefixes) != len(lines):
+            raise ValueError(
+                f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
+            )
+        sources = self._cut(self.source_tokenizer.encode_batch(list(lines)), first_line, warn)
+        forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, options)
+        results = [[Translation("", 0.0, 0.0)] for _ in lines]
+        wanted = [number for number, line in enumerate(lines) if line.strip()]
+        for batch in self._batches(wanted, [len(ids) for ids in sources]):
+            if stop():
+                raise KeyboardInterrupt
+            found = self._search([sources[i] for i in batch], [forced[i] for i in batch],
+                                 [first_line + i for i in batch], options)  # fmt: skip
+            for row, number in enumerate(batch):
+                results[number] = self._readable(found, row, forced[number])
+        return results
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[PairScore]:
+        """How likely each target is, given its source: per token, EOS included."""
+        sources = self._cut(self.source_tokenizer.encode_batch([a for a, _ in pairs]), 1)
+        targets = self._cut(self.target_tokenizer.encode_batch([b for _, b in pairs]), 1)
+        results: list[PairScore | None] = [None] * len(pairs)
+        lengths = [max(len(a), len(b)) for a, b in zip(sources, targets, strict=True)]
+        for batch in self._batches(range(len(pairs)), lengths):
+            rows = self._rows(len(batch))
+            source = _padded([sources[i] for i in batch], rows, LENGTHS)
+            target = _padded([targets[i] for i in batch], rows, LENGTHS)
+            log_probs = self._run("score", _score, source, target)
+            for row, number in enumerate(batch):
+                ids = targets[number]
+                of_row = log_probs[row, : len(ids)].astype(float).tolist()
+                results[number] = PairScore(self.target_tokenizer.pieces(ids), of_row)
+        return results
+
+    def attention(self, source: str, target: str | None = None) -> Attention:
+        """What attends to what while `target` is written, by default the model's own translation.
+
+        Raises ValueError for several models, which have no attention in common.
+        """
+        if len(self.models) > 1:
+            raise ValueError(f"attention is that of one model; got {len(self.models)}.")
+        if target is None:
+            target = self.translate([source])[0]
+        source_ids, target_ids = (
+            self.source_tokenizer.encode(source),
+            self.target_tokenizer.encode(target),
+        )
+        both = [one_sentence_per_row(jnp.array([ids])) for ids in (source_ids, target_ids)]
+        _, state = self.models[0].apply(
+            {"params": self.params[0]}, Batch(*both), mutable=["intermediates"]
+        )
+        sown = state["intermediates"]
+
+        def gather(stack: str, box: str) -> np.ndarray:
+            layers = range(self.models[0].config.num_layers)
+            of_layer = [sown[stack][f"layer_{number}"][box]["weights"][0][0] for number in layers]
+            return np.stack([np.asarray(weights, np.float32) for weights in of_layer])
+
+        written = self.target_tokenizer.pieces(target_ids)
+        return Attention(
+            gather("encoder", "self_attention"),
+            gather("decoder", "self_attention"),
+            gather("decoder", "cross_attention"),
+            self.source_tokenizer.pieces(source_ids),
+            written,
+            ["<s>", *written[:-1]],
+        )
+
+    def _cut(
+        self, sentences: list[list[int]], first_line: int, warn: Callable = warnings.warn
+    ) -> list[list[int]]:
+        for number, ids in enumerate(sentences):
+            if len(ids) > LENGTHS[-1]:
+                warn(
+                    f"line {first_line + number} has {len(ids):,} tokens; only its first "
+                    f"{LENGTHS[-1] - 1:,} are read."
+                )
+                sentences[number] = [*ids[: LENGTHS[-1] - 1], EOS]
+        return sentences
+
+    def _cut_prefixes(
+        self, prefixes: Sequence[str], sources: list[list[int]], options: Options
+    ) -> list[list[int]]:
+        forced = [ids[:-1] for ids in self.target_tokenizer.encode_batch(list(prefixes))]
+        for number, (ids, source) in enumerate(zip(forced, sources, strict=True)):
+            limit = len(source) + options.max_extra_tokens - 1
+            if len(ids) > limit:
+                raise ValueError(
+                    f"a prefix must be shorter than the longest translation allowed; prefix "
+                    f"{number + 1} has {len(ids)} tokens, the limit is {limit}. Raise "
+                    "max_extra_tokens."
+                )
+        return forced
+
+    def _batches(self, numbers: Sequence[int], lengths: list[int]) -> Iterator[list[int]]:
+        """Longest first, so that sentences of about one length share a batch."""
+        waiting = sorted(numbers, key=lambda number: (-lengths[number], number))
+        while waiting:
+            longest = _bucket(lengths[waiting[0]], LENGTHS)
+            size = min(self.decoding.batch_size, max(PLACES // longest, 1)) * len(self.devices)
+            yield waiting[:size]
+            waiting = waiting[size:]
+
+    def _rows(self, sentences: int) -> int:
+        """Rows a batch is padded to: a few sizes on each device."""
+        full = self.decoding.batch_size
+        sizes = [*(size for size in BATCHES if size < full), full]
+        return _bucket(-(-sentences // len(self.devices)), sizes) * len(self.devices)
+
+    def _search(
+        self, sources: list[list[int]], forced: list[list[int]], lines: list[int], options: Options
+    ) -> Hypotheses:
+        rows = self._rows(len(sources))
+        source = _padded(sources, rows, LENGTHS)
+        prefix = _padded(forced, rows, (0, *LENGTHS, 2 * LENGTHS[-1]))
+        # A row that is only padding is through after one step.
+        limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
+        numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
+        program = partial(_search, options=options)
+        return self._run(options, program, source, prefix, np.array(limit, np.int32), numbers)
+
+    def _run(self, name: Any, program: Callable, *arrays: np.ndarray) -> Any:
+        """Run a program on all devices; rows are split between them."""
+        devices = len(self.devices)
+        shape = (name, *(array.shape for array in arrays))
+        if shape not in self._shapes:
+            self._shapes.add(shape)
+            self.compilations += 1
+        if name not in self._programs:
+            in_axes = (None, *[0] * len(arrays))
+            self._programs[name] = jax.pmap(
+                partial(program, self.models), "devices", in_axes=in_axes, devices=self.devices
+            )
+        split = [array.reshape(devices, -1, *array.shape[1:]) for array in arrays]
+        result = jax.device_get(self._programs[name](self.params, *split))
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
+
+    def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
+        return [
+            Translation(
+                self.target_tokenizer.decode([*forced, *ids]), float(log_prob), float(score)
+            )
+            for ids, log_prob, score in zip(
+                found.ids[row].tolist(), found.log_prob[row], found.score[row], strict=True
+            )
+            if np.isfinite(log_prob)
+        ] or [Translation("", float("-inf"), float("-inf"))]
+
+
+def _search(models, params, source, prefix, max_length, lines, options: Options) -> Hypotheses:
+    """The search for a batch on one device: encode, read the prefixes, and loop."""
+    steps = source.shape[1] + options.max_extra_tokens
+    tokens = one_sentence_per_row(source)
+    memories, caches, forced = [], [], []
+    for model, weights in zip(models, params, strict=True):
+        memory = model.apply({"params": weights}, tokens, method="remember")
+        start = (memory, options.beam_size, steps, prefix)
+        cache, log_probs = model.apply({"params": weights}, *start, method="start")
+        memories.append(memory)
+        caches.append(cache)
+        forced.append(log_probs)
+
+    def step(tokens, caches):
+        log_probs, after = [], []
+        for model, weights, memory, cache in zip(models, params, memories, caches, strict=True):
+            logits, cache = model.apply({"params": weights}, tokens, memory, cache, method="step")
+            log_probs.append(jax.nn.log_softmax(logits))
+            after.append(cache)
+        return _mean_probability(log_probs), after
+
+    def reorder(caches, parents):
+        return [cache.reorder(parents) for cache in caches]
+
+    begin = Prefix(first_tokens(prefix), (prefix != PAD).sum(1), _mean_probability(forced).sum(1))
+    keys = None
+    if options.sampling is not None:
+        keys = jax.vmap(lambda line: jax.random.fold_in(jax.random.key(options.seed), line))(lines)
+    return search(
+        step,
+        reorder,
+        caches,
+        begin,
+        max_length,
+        steps=steps,
+        beam_size=options.beam_size,
+        n_best=options.n_best,
+        length_penalty=options.length_penalty,
+        min_length=options.min_length,
+        sampling=options.sampling,
+        key=keys,
+    )
+
+
+def _score(models, params, source, target):
+    """Log-probability of each target token, in nats; 0 for padding."""
+    batch = Batch(one_sentence_per_row(source), one_sentence_per_row(target))
+    log_probs = []
+    for model, weights in zip(models, params, strict=True):
+        of_all = jax.nn.log_softmax(model.apply({"params": weights}, batch))
+        log_probs.append(jnp.take_along_axis(of_all, target[:, :, None], axis=-1)[:, :, 0])
+    return jnp.where(target != PAD, _mean_probability(log_probs), 0.0)
+
+
+def _mean_probability(log_probs: list) -> Any:
+    """The logarithm of the models' mean probability."""
+    if len(log_probs) == 1:
+        return log_probs[0]
+    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - np.log(len(log_probs))
+
+
+def _bucket(length: int, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if size >= length)
+
+
+def _padded(sentences: list[list[int]], rows: int, lengths: Sequence[int]) -> np.ndarray:
+    width = _bucket(max(map(len, sentences)), lengths)
+    ids = np.full((rows, width), PAD, np.int32)
+    for row, sentence in zip(ids, sentences, strict=False):
+        row[: len(sentence)] = sentence
+    return ids

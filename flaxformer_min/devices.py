@@ -1,0 +1,45 @@
+"""The machine: its devices, and where compiled programs are kept."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def replicate(tree: Any, devices: list[jax.Device]) -> Any:
+    """The same arrays on each of `devices`, as `pmap` takes them under `in_axes=None`."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    return jax.device_put(tree, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
+def describe() -> str:
+    """What jax computes on, and a word if the machine has a GPU that it does not see."""
+    devices = jax.devices()
+    text = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
+    text += f" ({devices[0].device_kind})"
+    if devices[0].platform == "cpu" and (gpus := _nvidia_gpus()):
+        text += (
+            f"; there is {', '.join(gpus)}, which this jax does not use: "
+            "pip install 'flaxformer_min[cuda]'"
+        )
+    return text
+
+
+def _nvidia_gpus() -> list[str]:
+    """Names of the NVIDIA devices the system shows, driver or not asked."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    if not nodes and not shutil.which("nvidia-smi"):
+        return []
+    return [f"an NVIDIA GPU ({node})" for node in nodes]
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Let later starts reuse what XLA compiles, unless the user configured jax's cache already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,174 @@
+"""The run folder: all that a run needs and leaves, as data that is never executed or unpickled.
+
+config.json               every setting, and the version of this format
+tokenizer.model           SentencePiece; or source_tokenizer.model and target_tokenizer.model
+checkpoints/STEP/         Orbax: parameters, optimizer, random key; where the rows stand
+metrics.jsonl             one line per log and per validation
+tensorboard/              the same as TensorBoard events
+lock                      held by the process that trains
+"""
+
+import dataclasses
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flaxformer_min.checkpoint import Checkpoints, restore_params
+from flaxformer_min.config import Config, ModelConfig, differences
+from flaxformer_min.data.tokenizer import Tokenizer
+
+Tokenizers = tuple[Tokenizer, Tokenizer]
+
+
+class RunFolder:
+    """One run, by its path. Nothing is read or made before it is asked for."""
+
+    def __init__(self, path: str | Path):
+        """Name the folder; it need not exist."""
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self._lock: int | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / "config.json").exists()
+
+    def config(self) -> Config:
+        """The settings the run was made with.
+
+        Raises ValueError when this is no folder, no run, or a run of a newer format.
+        """
+        file = self.path / "config.json"
+        if not self.path.is_dir():
+            raise ValueError(f"a run is a folder; there is none at {self.path}.")
+        if not file.exists():
+            raise ValueError(f"{self.path} is no run: it has no config.json. train.py makes one.")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}.") from error
+        return Config.from_json(text, file)
+
+    def tokenizers(self) -> Tokenizers:
+        """Source and target tokenizer; one object where the languages share it.
+
+        Raises ValueError when one is missing or is no SentencePiece model of ours.
+        """
+        names = self._tokenizer_names(self.config())
+        missing = [name for name in names if not (self.path / name).exists()]
+        if missing:
+            raise ValueError(f"{self.path} is incomplete: it has no {missing[0]}.")
+        loaded = {name: Tokenizer.load(self.path / name) for name in set(names)}
+        return loaded[names[0]], loaded[names[1]]
+
+    def model_config(self) -> ModelConfig:
+        """The model's sizes, with the vocabularies the tokenizers really have."""
+        return fit_vocabulary(self.config().model, self.tokenizers())
+
+    def params(self, step: int | None, warn: Callable[[str], None]) -> tuple[int, Any]:
+        """(step, parameters) of a checkpoint; None: the best validated, else the newest."""
+        self.config()
+        return restore_params(self.checkpoints, step, warn)
+
+    def begin(
+        self, config: Config, make_tokenizers: Callable[[tuple[Path, Path]], Tokenizers]
+    ) -> Tokenizers:
+        """Begin the run, or go on with it; returns its tokenizers.
+
+        `make_tokenizers` is called with the paths to write where there are none yet. Raises
+        ValueError when the folder holds something else, or a run with other settings.
+        """
+        if self.exists:
+            self._check_same(config)
+        elif self.path.is_dir() and set(os.listdir(self.path)) - {"lock"}:
+            raise ValueError(
+                f"a run starts in an empty folder or goes on in its own; {self.path} holds other "
+                "files. Choose another --workdir."
+            )
+        names = self._tokenizer_names(config)
+        if not all((self.path / name).exists() for name in names):
+            make_tokenizers((self.path / names[0], self.path / names[1]))
+        write_atomically(self.path / "config.json", config.to_json())
+        return self.tokenizers()
+
+    def open_checkpoints(self, config: Config) -> Checkpoints:
+        """The checkpoints, for writing."""
+        return Checkpoints(self.checkpoints, config.training.keep_checkpoints)
+
+    def lock(self) -> None:
+        """Hold the run for this process. The system lets go when the process ends, however.
+
+        Raises ValueError when another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._lock, 20).decode(errors="replace").strip()
+            self.unlock()
+            raise ValueError(
+                f"one process trains a run at a time; process {holder} holds {self.path}. "
+                "End it first, or choose another --workdir."
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def unlock(self) -> None:
+        """Let another process train it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check_same(self, config: Config) -> None:
+        differing = differences(self.config(), config)
+        if differing:
+            raise ValueError(
+                f"{self.path} holds a run with other settings:\n  "
+                + "\n  ".join(differing)
+                + "\nGo on with the settings of the run, or choose another --workdir."
+            )
+
+    @staticmethod
+    def _tokenizer_names(config: Config) -> tuple[str, str]:
+        if config.model.source_vocab_size is None:
+            return "tokenizer.model", "tokenizer.model"
+        return "source_tokenizer.model", "target_tokenizer.model"
+
+
+def fit_vocabulary(config: ModelConfig, tokenizers: Tokenizers) -> ModelConfig:
+    """The same model for the vocabularies that the tokenizers really have."""
+    source, target = (tokenizer.vocab_size for tokenizer in tokenizers)
+    separate = config.source_vocab_size is not None
+    return dataclasses.replace(
+        config, vocab_size=target, source_vocab_size=source if separate else None
+    )
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is there whole or not at all, and others can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o666 & ~_umask())
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,188 @@
+"""The loop: read a batch, take a step, say how it goes, validate, save; again."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.config import TrainingConfig
+from flaxformer_min.tokens import Batch
+from flaxformer_min.training.metrics import MetricsLog
+from flaxformer_min.training.step import Metrics, TrainState
+
+
+class Rows(Protocol):
+    """Batches without end, that can go on where they stood."""
+
+    def __next__(self) -> Batch:
+        """The next batch."""
+
+    def get_state(self) -> dict[str, int]:
+        """Where it stands."""
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+
+
+class Window:
+    """Sums since the last line of metrics. Saved with a checkpoint, so that a cut leaves no trace.
+
+    All but the clock is the same for a run that was cut and one that was not.
+    """
+
+    def __init__(self, sums: Mapping[str, float] | None = None):
+        """Start empty, or from what a checkpoint holds."""
+        self.sums = dict(sums or {})
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out of the rates what happens from here to the next call (a validation, say)."""
+        self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
+
+    def add(self, metrics: Mapping[str, float], places: int, real: int) -> None:
+        """Count one step."""
+        counts = {"steps": 1, "places": places, "real": real, "tokens": metrics["tokens"]}
+        if not metrics["skipped"]:
+            counts |= {name: metrics[name] for name in ("loss", "accuracy", "gradient_norm")}
+        counts |= {"learned": 1 - metrics["skipped"], "skipped": metrics["skipped"]}
+        for name, value in counts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.sums["learning_rate"] = metrics["learning_rate"]
+        self._tokens += metrics["tokens"]
+        self._steps += 1
+
+    def close(self) -> dict[str, float]:
+        """The line of metrics, and an empty window."""
+        sums, seconds = self.sums, max(time.perf_counter() - self._since, 1e-9)
+        learned = max(sums["learned"], 1)
+        line = {
+            name: sums.get(name, 0.0) / learned for name in ("loss", "accuracy", "gradient_norm")
+        }
+        line |= {
+            "learning_rate": sums["learning_rate"],
+            "skipped": sums["skipped"],
+            "padding": 1 - sums["real"] / sums["places"],
+            "tokens_per_second": self._tokens / seconds,
+            "steps_per_second": self._steps / seconds,
+        }
+        self.sums = {}
+        self.restart_clock()
+        return line
+
+
+def train(
+    state: TrainState,
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    rows: Rows,
+    split: Callable[[Batch], Batch],
+    config: TrainingConfig,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    validate: Callable[[Any, int], dict[str, float]],
+    *,
+    stop: Callable[[], bool] = bool,
+    window: Mapping[str, float] | None = None,
+    say: Callable[[str], None] = print,
+) -> TrainState:
+    """Train until `config.steps`, or until `stop()`; then save and return the state.
+
+    `rows` give the host's batches and `split` lays them out for the devices. `validate(params,
+    step)` returns metrics, "validation_loss" and "validation_bleu" among them if the best
+    checkpoint is to be known. A step's metrics are read while the next one runs.
+
+    Raises RuntimeError after `config.max_skipped` steps in a row that were not finite.
+    """
+    step, summary, saved = int(state.step), Window(window), -1
+    pending: tuple[Metrics, int, int] | None = None
+    in_a_row = 0
+
+    def take_in(waiting: tuple[Metrics, int, int] | None, step: int) -> None:
+        nonlocal in_a_row
+        if waiting is None:
+            return
+        metrics = {name: float(value) for name, value in jax.device_get(waiting[0]).items()}
+        summary.add(metrics, *waiting[1:])
+        in_a_row = in_a_row + 1 if metrics["skipped"] else 0
+        if in_a_row >= config.max_skipped:
+            raise RuntimeError(_not_finite(step, in_a_row))
+
+    def save(rank: float | None = None) -> None:
+        nonlocal saved
+        meta = {"rows": rows.get_state(), "window": summary.sums}
+        checkpoints.save(step, state._asdict(), meta, rank)
+        saved = step
+
+    with _progress(step, config.steps) as bar:
+        while step < config.steps and not stop():
+            batch = next(rows)
+            real = sum(int(np.count_nonzero(side.segments)) for side in batch)
+            places = sum(side.segments.size for side in batch)
+            state, metrics = train_step(state, split(batch))
+            take_in(pending, step)
+            pending, step = (metrics, places, real), step + 1
+            bar.update()
+            due = [step % every == 0 for every in (config.log_every, config.validate_every)]
+            due.append(step % config.save_every == 0)
+            if any(due) or step == config.steps:
+                take_in(pending, step)
+                pending = None
+            if due[0]:
+                line = summary.close()
+                log.write(step, line)
+                say(_readable(step, config.steps, line))
+            rank = None
+            if due[1] or step == config.steps:
+                scores = validate(state.params, step)
+                log.write(step, scores)
+                rank = _rank(scores, config.best_by)
+                summary.restart_clock()
+            if due[2] or step == config.steps:
+                save(rank)
+    take_in(pending, step)
+    if saved != step and step:
+        save()
+    checkpoints.wait()
+    return state
+
+
+def _rank(scores: Mapping[str, float], best_by: str) -> float | None:
+    if best_by == "bleu" and "validation_bleu" in scores:
+        return -scores["validation_bleu"]
+    return scores.get("validation_loss")
+
+
+def _readable(step: int, steps: int, line: Mapping[str, float]) -> str:
+    left = (steps - step) / line["steps_per_second"] if line["steps_per_second"] else 0
+    skipped = f"  skipped {line['skipped']:.0f}" if line["skipped"] else ""
+    return (
+        f"step {step:,}/{steps:,}  loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
+        f"rate {line['learning_rate']:.2e}  gradient {line['gradient_norm']:.2f}  "
+        f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
+        f"padding {line['padding']:.1%}  {time.strftime('%H:%M:%S', time.gmtime(left))} left"
+        + skipped
+    )
+
+
+def _not_finite(step: int, count: int) -> str:
+    return (
+        f"training stopped at step {step}: loss or gradient was not finite in {count} steps in a "
+        "row. Likely causes: too high a learning rate (training.learning_rate_scale, "
+        "training.warmup_steps), no clipping (training.clip_norm), bfloat16 where float32 is "
+        "needed (model.dtype), or broken text. The last checkpoint is intact."
+    )
+
+
+@contextlib.contextmanager
+def _progress(step: int, steps: int):
+    """A bar where stderr is a terminal; nothing elsewhere."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=steps, initial=step, unit="step", disable=not sys.stderr.isatty(), leave=False
+    ) as bar:
+        yield bar
