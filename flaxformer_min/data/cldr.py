@@ -22,13 +22,14 @@ This module imports Babel and tensorflow_datasets: import it where the corpus is
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import io
 import logging
 import random
 import re
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -129,7 +130,7 @@ def phrases(
 def _sample(
     found: list[Phrase],
     wanted: int,
-    kinds: list[Kind],
+    kinds: Sequence[Kind],
     rivals: dict[str, list[Kind]],
     pair: tuple[Locale, Locale],
     split: str,
@@ -167,13 +168,21 @@ def _one(
             break
     else:
         return None
-    texts = [plain_spaces(kind.render(value, locale)) for locale in pair]
+    texts = [_say(kind, value, locale) for locale in pair]
     if not all(texts) or any("{" in text for text in texts):
         return None
     # A rival that reads the same in the source owns the text: its translation is the one.
-    if any(plain_spaces(rival.render(value, pair[0])) == texts[0] for rival in rivals):
+    if any(_say(rival, value, pair[0]) == texts[0] for rival in rivals):
         return None
     return Phrase(kind.name, *texts)
+
+
+def _say(kind: Kind, value: Any, locale: Locale) -> str:
+    """The value in the locale's words; empty where the locale or Babel lacks the means."""
+    try:
+        return plain_spaces(kind.render(value, locale))
+    except (KeyError, NotImplementedError):
+        return ""  # a pattern that CLDR does not have, or of a field that Babel does not know
 
 
 def split_of(key: Hashable) -> str:
@@ -284,15 +293,16 @@ def _quiet_tfds() -> Iterator[None]:
 # ------------------------------------------------------------------------------------ the kinds
 
 
-def _kinds(source: Locale, target: Locale) -> list[Kind]:
+@functools.lru_cache(maxsize=2)  # comparing the units takes a second, and there are three splits
+def _kinds(source: Locale, target: Locale) -> tuple[Kind, ...]:
     """Every kind of phrase that both locales have."""
-    return [
+    return (
         *_date_kinds(source, target),
         *_clock_kinds(source, target),
         *_measure_kinds(source, target),
         *_money_kinds(source, target),
         *_name_kinds(source, target),
-    ]
+    )
 
 
 def _in_both(source: Locale, target: Locale, table: str, skeletons: list[str]) -> list[str]:
@@ -452,7 +462,7 @@ def _name_kinds(source: Locale, target: Locale) -> list[Kind]:
     return kinds
 
 
-def _rivals(kinds: list[Kind], source: Locale, target: Locale) -> dict[str, list[Kind]]:
+def _rivals(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str, list[Kind]]:
     """For each kind, the earlier ones that say the same value alike in the source, not the target.
 
     Found on 48 values of each draw; which of the rivals' texts coincide is seen value by value.
@@ -465,8 +475,7 @@ def _rivals(kinds: list[Kind], source: Locale, target: Locale) -> dict[str, list
         rng = random.Random(0)
         values = [kind.draw(rng) for _ in range(48)]
         texts[kind.name] = [
-            (plain_spaces(kind.render(value, source)), plain_spaces(kind.render(value, target)))
-            for value in values
+            (_say(kind, value, source), _say(kind, value, target)) for value in values
         ]
         rivals[kind.name] = [
             earlier

@@ -395,21 +395,10 @@ class _RecordPairs(Pairs):
         self.languages = languages
         info = builder.info
         self._identity = [info.full_name, split, info.splits[split].num_examples, list(languages)]
-        try:
-            source = builder.as_data_source(
-                split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
-            )
-        except NotImplementedError as error:
-            raise ValueError(
-                f"{info.full_name} must be prepared as array_record, the format that tfds reads at "
-                f"random without TensorFlow; it lies in {builder.data_dir} in another format. "
-                "Choose another data.cache_dir, and prepare it there with data.download."
-            ) from error
+        source = builder.as_data_source(
+            split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
+        )
         self.records = source.data_source  # without the builder, which is slow to pickle
-        if not len(self.records):
-            raise ValueError(
-                f"A split must hold at least one pair; {split} of {info.full_name} is empty."
-            )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -489,7 +478,15 @@ def _tfds_builder(place: str, cache_dir: str) -> Any:
             f"tfds:NAME must be a data set of tensorflow_datasets, or one prepared in "
             f"data.cache_dir; there is no {place!r}."
         ) from error
-    except (ValueError, AssertionError, TypeError) as error:  # an unknown config or version
+    except (ValueError, AssertionError, TypeError) as error:
+        if "file format" in str(error).lower():
+            raise ValueError(
+                f"tfds:{place} must be prepared as array_record, the format that tfds reads at "
+                f"random without TensorFlow; it lies in {data_dir or 'the folder of tfds'} in "
+                "another one. Choose another data.cache_dir, and prepare it there with "
+                "data.download."
+            ) from error
+        # An unknown config or version, above all.
         raise ValueError(f"tfds:{place} cannot be opened; {_first_line(error)}") from error
 
 

@@ -1,0 +1,472 @@
+"""Pairs by number from text files, tfds sets and the embedded phrases."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flaxformer_min.data.corpus import (
+    cache_folder,
+    fingerprint,
+    is_empty,
+    languages_of,
+    read_pairs,
+    splits,
+)
+
+MULTI30K = Path(__file__).parents[2] / "shared" / "data" / "multi30k"
+ENGLISH = "Hello.\nHow are you?\n\nBye."
+GERMAN = "Hallo.\nWie geht's?\nLeer.\nTschüss."
+PAIRS = [("Hello.", "Hallo."), ("How are you?", "Wie geht's?"), ("", "Leer."), ("Bye.", "Tschüss.")]
+
+
+def write(folder, **files):
+    """Files by name, with __ for the dot; a name that ends in gz is packed."""
+    for name, content in files.items():
+        content = content if isinstance(content, bytes) else content.encode()
+        name = name.replace("__", ".")
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    return f"text:{folder}"
+
+
+@pytest.fixture(params=["plain", "gz", "tsv", "tsv.gz"])
+def corpus(request, tmp_path):
+    """The same four pairs in every form."""
+    table = "\n".join("\t".join(pair) for pair in PAIRS)
+    return write(
+        tmp_path,
+        **{
+            "plain": {"train__en": ENGLISH, "train__de": GERMAN + "\n"},
+            "gz": {"train__en__gz": ENGLISH, "train__de__gz": GERMAN},
+            "tsv": {"train__tsv": table},
+            "tsv.gz": {"train__tsv__gz": table + "\n"},
+        }[request.param],
+    )
+
+
+def test_pairs_are_read_by_number_and_in_order(corpus):
+    pairs = read_pairs(corpus, "train", "en-de")
+    assert len(pairs) == 4 and pairs.languages == ("en", "de")
+    assert [pairs[i] for i in range(4)] == list(pairs) == PAIRS
+    assert pairs[-1] == PAIRS[3]
+    assert pairs[1:3] == PAIRS[1:3] and pairs[::-2] == PAIRS[::-2] and pairs[4:] == []
+    for place in (4, -5):
+        with pytest.raises(IndexError):
+            pairs[place]
+
+
+def test_pairs_are_pickled_without_their_content(corpus):
+    pairs = read_pairs(corpus, "train", "en-de")
+    pickled = pickle.dumps(pairs)
+    assert list(pickle.loads(pickled)) == PAIRS and pickle.loads(pickled).languages == ("en", "de")
+    assert b"How are you" not in pickled
+
+
+def test_the_first_language_is_the_source(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, train__fr="a\nb\nc\nd")
+    assert list(read_pairs(corpus, "train", "de-en")) == [(de, en) for en, de in PAIRS]
+    assert read_pairs(corpus, "train", "fr-en")[0] == ("a", "Hello.")
+    assert languages_of(corpus, "de-en") == ("de", "en")
+
+
+def test_a_table_has_a_source_and_a_target_column(tmp_path):
+    corpus = write(tmp_path, train__tsv="안녕\tHello\n", test__tsv="잘 가\tBye\r\n")
+    assert languages_of(corpus) == ("source", "target")
+    assert read_pairs(corpus, "train")[0] == ("안녕", "Hello")
+    assert read_pairs(corpus, "test", "ko-en").languages == ("ko", "en")
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    """Not NUL, vertical tab, form feed, NEL, U+2028 or a lone return, as str.splitlines has it."""
+    line = "a\0b\x0bc\x0cd\x85e\u2028f\rg\x1dh"
+    pairs = read_pairs(
+        write(tmp_path, train__en=f"{line}\nx", train__de=f"y\n{line}"), "train", "en-de"
+    )
+    assert list(pairs) == [(line, "y"), ("x", line)]
+
+
+def test_windows_line_ends_and_byte_order_marks_are_dropped(tmp_path):
+    corpus = write(
+        tmp_path, train__en=b"\xef\xbb\xbfone\r\ntwo\r\n", train__de="\ufeffeins\n\ufeffzwei\n"
+    )
+    assert list(read_pairs(corpus, "train", "en-de")) == [("one", "eins"), ("two", "\ufeffzwei")]
+
+
+def test_empty_sides_are_kept_for_the_caller_to_count(tmp_path):
+    pairs = read_pairs(write(tmp_path, train__en=ENGLISH, train__de=GERMAN), "train", "en-de")
+    assert [is_empty(pair) for pair in pairs] == [False, False, True, False]
+    assert is_empty(("a", "\u3000 \t"))
+    assert list(read_pairs(write(tmp_path, dev__en="\n", dev__de="\n"), "dev", "en-de")) == [
+        ("", "")
+    ]
+
+
+def test_a_file_of_more_than_one_portion_is_cut_at_every_line(tmp_path):
+    """Line ends are looked for 16 MiB at a time."""
+    lines = [f"{i} " + "x" * 1_000 for i in range(18_000)]
+    text = "\n".join(lines)
+    assert len(text) > 1 << 24
+    pairs = read_pairs(write(tmp_path, train__en=text, train__de=text), "train", "en-de")
+    assert len(pairs) == 18_000
+    assert [source for source, _ in pairs] == lines
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "dev", "validation"])
+@pytest.mark.parametrize("wanted", ["validation", "val"])
+def test_validation_goes_by_its_usual_names(tmp_path, name, wanted):
+    corpus = write(tmp_path, **{f"{name}__en": ENGLISH, f"{name}__de": GERMAN, "train__en": "x"})
+    assert list(read_pairs(corpus, wanted, "en-de")) == PAIRS
+
+
+def test_test_finds_the_only_split_that_begins_so(tmp_path):
+    corpus = write(tmp_path, test2016__en=ENGLISH, test2016__de=GERMAN)
+    assert list(read_pairs(corpus, "test", "en-de")) == PAIRS
+    write(tmp_path, test2017__en="a", test2017__de="b")
+    with pytest.raises(
+        ValueError, match="several splits for 'test': name one of test2016, test2017"
+    ):
+        read_pairs(corpus, "test", "en-de")
+    assert read_pairs(corpus, "test2017", "en-de")[0] == ("a", "b")
+    assert splits(corpus, "en-de") == ["test2016", "test2017"]
+
+
+def test_an_unknown_split_is_an_error_that_lists_the_splits(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, val__en="a", val__de="b")
+    write(tmp_path, README__md="about", alone__en="no German")
+    with pytest.raises(ValueError, match="no split 'test'; it has train, val\\."):
+        read_pairs(corpus, "test", "en-de")
+
+
+def test_text_files_do_not_say_which_language_is_the_source(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
+    with pytest.raises(ValueError) as error:
+        read_pairs(corpus, "train")
+    assert "holds 'train' in de, en" in str(error.value)
+    assert "Set data.languages, for example to de-en." in str(error.value)
+
+
+def test_sides_of_different_length_are_an_error_with_both_counts(tmp_path):
+    corpus = write(tmp_path, train__en="a\nb\nc\n", train__de="x\ny")
+    with pytest.raises(ValueError, match=r"train\.en has 3, .*train\.de has 2"):
+        read_pairs(corpus, "train", "en-de")
+
+
+def test_a_language_that_is_not_there_is_an_error_that_lists_the_files(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
+    with pytest.raises(
+        ValueError, match=r"like train\.en and train\.ko.*holds train\.de, train\.en"
+    ):
+        read_pairs(corpus, "train", "en-ko")
+
+
+@pytest.mark.parametrize("languages", ["en-en", "en", "en-", "-", "en-de-fr"])
+def test_languages_are_two_different_ones(tmp_path, languages):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
+    with pytest.raises(ValueError, match=f"two different ones.*got '{languages}'"):
+        read_pairs(corpus, "train", languages)
+
+
+def test_no_folder_or_an_empty_one_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder .*nowhere"):
+        read_pairs(f"text:{tmp_path}/nowhere", "train", "en-de")
+    with pytest.raises(
+        ValueError, match=r"needs files like train\.en and train\.de.* holds nothing"
+    ):
+        read_pairs(f"text:{tmp_path}", "train", "en-de")
+
+
+@pytest.mark.parametrize("corpus", ["foo:bar", "cldr", "text:", "", "tfds", "C:data"])
+def test_an_unknown_kind_is_an_error_that_names_the_three(corpus):
+    with pytest.raises(ValueError, match="cldr:SOURCE-TARGET .* text:DIR or tfds:NAME/CONFIG"):
+        read_pairs(corpus, "train")
+
+
+def test_text_that_is_not_utf8_is_an_error_with_file_and_line(tmp_path):
+    corpus = write(tmp_path, train__en="a\nb\nc", train__de=b"x\ngr\xfc\xdf\nz")
+    pairs = read_pairs(corpus, "train", "en-de")
+    assert pairs[0] == ("a", "x") and pairs[2] == ("c", "z")
+    with pytest.raises(ValueError, match=r"train\.de, line 2: text must be UTF-8; .* byte 3"):
+        list(pairs)
+
+
+@pytest.mark.parametrize("line, tabs", [("no tab", 0), ("a\tb\tc", 2), ("", 0)])
+def test_a_table_line_without_exactly_one_tab_is_an_error(tmp_path, line, tabs):
+    pairs = read_pairs(write(tmp_path, train__tsv=f"a\tb\n{line}\nc\td\n"), "train")
+    with pytest.raises(ValueError, match=rf"train\.tsv, line 2: .* it has {tabs} tabs"):
+        pairs[1]
+
+
+def test_an_empty_split_is_an_error(tmp_path):
+    corpus = write(
+        tmp_path, train__en="", train__de="", test__tsv="", val__en__gz="", val__de__gz=""
+    )
+    for split in ("train", "test", "val"):
+        with pytest.raises(ValueError, match=f"at least one pair; .*{split}.* is empty"):
+            read_pairs(corpus, split, "en-de")
+
+
+def test_what_is_there_twice_is_an_error(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__en__gz=ENGLISH, train__de=GERMAN)
+    with pytest.raises(ValueError, match=r"train\.en twice, plain and as \.gz"):
+        read_pairs(corpus, "train", "en-de")
+    write(tmp_path, val__en="a", val__de="b", val__tsv="a\tb")
+    with pytest.raises(ValueError, match="'val' twice: as .tsv"):
+        read_pairs(corpus, "val", "en-de")
+
+
+def test_a_broken_gzip_file_is_an_error_that_names_it(tmp_path):
+    corpus = write(tmp_path, train__en__gz=ENGLISH, train__de="x")
+    whole = (tmp_path / "train.en.gz").read_bytes()
+    for broken in (b"no gzip", whole[: len(whole) // 2], whole[:12] + b"\xff\xff" + whole[14:]):
+        (tmp_path / "train.en.gz").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"train\.en\.gz must be a gzip file"):
+            read_pairs(corpus, "train", "en-de")
+
+
+def test_a_fingerprint_changes_when_the_data_does(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, val__en="a", val__de="b")
+    first = fingerprint(corpus, "train", "en-de")
+    assert first == fingerprint(corpus, "train", "en-de") and len(first) == 16
+    os.utime(tmp_path / "train.de", ns=(1, 1))
+    prints = [
+        first,
+        fingerprint(corpus, "train", "en-de"),
+        fingerprint(corpus, "train", "de-en"),
+        fingerprint(corpus, "val", "en-de"),
+        fingerprint(write(tmp_path, train__en=ENGLISH + "!"), "train", "en-de"),
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/flaxformer_min")
+    assert cache_folder(str(tmp_path)) == tmp_path
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder() == Path("/home/me/.cache/flaxformer_min")
+    assert cache_folder("~/data") == Path("/home/me/data")
+
+
+def test_text_is_read_without_loading_tfds_or_babel(tmp_path):
+    """They take a second to import; and TensorFlow is never loaded, by any corpus."""
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
+    program = (
+        "import sys; from flaxformer_min.data.corpus import read_pairs;"
+        f"read_pairs({corpus!r}, 'train', 'en-de')[0];"
+        "print(sorted({'tensorflow_datasets', 'babel', 'tensorflow', 'torch'} & set(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.stdout == "[]\n", output.stderr
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="Multi30k is not in shared/data")
+def test_multi30k_is_read_as_it_lies_there():
+    corpus = f"text:{MULTI30K}"
+    assert splits(corpus, "en-de") == ["test2016", "train", "val"]
+    sizes = [len(read_pairs(corpus, name, "en-de")) for name in ("train", "validation", "test")]
+    assert sizes == [29_000, 1_014, 1_000]
+    source, target = read_pairs(corpus, "test", "en-de")[0]
+    assert source == "A man in an orange hat starring at something."
+    assert target == "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt."
+
+
+# ----------------------------------------------------------------------------------------- tfds
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A data_dir with sets that a builder of somebody else's prepared."""
+    import tensorflow_datasets as tfds
+
+    class Greetings(tfds.core.GeneratorBasedBuilder):
+        """Four pairs, and a wrong order of features and languages."""
+
+        VERSION = tfds.core.Version("1.2.0")
+        BUILDER_CONFIGS = [
+            tfds.core.BuilderConfig(name=name) for name in ("en-de", "de-en", "three", "image")
+        ]
+
+        def _info(self):
+            names = {"three": ("de", "en", "fr"), "image": ("de", "en")}.get(
+                self.builder_config.name, tuple(self.builder_config.name.split("-"))
+            )
+            features = tfds.features.Translation(languages=names)
+            if self.builder_config.name == "image":
+                features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "x": features})
+            keys = names if len(names) == 2 and self.builder_config.name != "image" else None
+            return tfds.core.DatasetInfo(
+                builder=self, features=features, supervised_keys=keys, disable_shuffling=True
+            )
+
+        def _split_generators(self, dl_manager):
+            return {
+                "train": self._generate_examples(PAIRS),
+                "dev": self._generate_examples(PAIRS[3:]),
+            }
+
+        def _generate_examples(self, pairs):
+            for index, (english, german) in enumerate(pairs):
+                texts = {"en": english, "de": german, "fr": "oui"}
+                if self.builder_config.name != "image":
+                    texts = {name: texts[name] for name in self.info.features}
+                else:
+                    texts = {"text": "", "x": {"en": english, "de": german}}
+                yield index, texts
+
+    folder = tmp_path_factory.mktemp("tfds")
+    for config in Greetings.BUILDER_CONFIGS:
+        Greetings(
+            config=config.name, data_dir=folder, file_format="array_record"
+        ).download_and_prepare()
+    return str(folder)
+
+
+def test_a_prepared_set_is_read_in_its_own_direction(prepared):
+    forth = read_pairs("tfds:greetings/en-de", "train", cache_dir=prepared)
+    back = read_pairs("tfds:greetings/de-en", "train", cache_dir=prepared)
+    assert forth.languages == ("en", "de") and list(forth) == PAIRS
+    assert back.languages == ("de", "en") and list(back) == [(de, en) for en, de in PAIRS]
+    assert forth[1] == forth[-3] == PAIRS[1] and forth[1:3] == PAIRS[1:3] and forth[9:] == []
+    assert list(pickle.loads(pickle.dumps(forth))) == PAIRS
+
+
+def test_languages_override_the_direction_of_a_set(prepared):
+    pairs = read_pairs("tfds:greetings/en-de", "train", "de-en", prepared)
+    assert list(pairs) == [(de, en) for en, de in PAIRS]
+    pairs = read_pairs("tfds:greetings/three", "validation", "fr-de", prepared)
+    assert list(pairs) == [("oui", "Tschüss.")]
+
+
+def test_a_prepared_set_is_found_without_the_class_that_made_it(prepared):
+    program = (
+        "from flaxformer_min.data.corpus import read_pairs; import sys;"
+        f"print(read_pairs('tfds:greetings/en-de', 'train', '', {prepared!r})[0],"
+        "'tensorflow' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.stdout == "('Hello.', 'Hallo.') False\n", output.stderr
+
+
+def test_fingerprints_of_sets_tell_name_split_and_direction(prepared):
+    def of(*arguments):
+        return fingerprint(*arguments, cache_dir=prepared)
+
+    prints = {
+        of("tfds:greetings/en-de", "train"),
+        of("tfds:greetings/de-en", "train"),
+        of("tfds:greetings/en-de", "train", "de-en"),
+    }
+    assert len(prints) == 3 and of("tfds:greetings/en-de", "train") in prints
+
+
+@pytest.mark.parametrize(
+    "corpus, split, languages, message",
+    [
+        ("greetings/en-de", "test", "", "no split 'test'; it has dev, train"),
+        ("greetings/en-de", "train", "en-fr", "has no language 'fr'; it has de, en"),
+        ("greetings/three", "train", "", "has de, en, fr: set data.languages to two of them"),
+        ("greetings/image", "train", "", r"features of a translation.* FeaturesDict\(text, x\)"),
+        ("greetings/none", "train", "", "tfds:greetings/none cannot be opened"),
+        ("no_such_set", "train", "", "there is no 'no_such_set'"),
+        ("ted_multi_translate", "train", "", "has FeaturesDict"),
+    ],
+)
+def test_what_a_set_does_not_have_is_an_error(prepared, corpus, split, languages, message):
+    with pytest.raises(ValueError, match=message):
+        read_pairs(f"tfds:{corpus}", split, languages, prepared)
+
+
+def test_a_set_in_another_format_is_an_error(prepared, tmp_path):
+    folder = shutil.copytree(prepared, tmp_path / "sets") / "greetings" / "en-de" / "1.2.0"
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
+    there = str(tmp_path / "sets")
+    with pytest.raises(ValueError, match="must be prepared as array_record.* data.cache_dir"):
+        read_pairs("tfds:greetings/en-de", "train", "", there)
+    # And where its class is not at hand, which tfds finds out in another place.
+    program = (
+        "from flaxformer_min.data.corpus import read_pairs;"
+        f"read_pairs('tfds:greetings/en-de', 'train', '', {there!r})"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "must be prepared as array_record" in output.stderr
+
+
+def test_a_set_that_is_not_prepared_is_an_error_with_the_command_that_prepares_it(tmp_path):
+    with pytest.raises(ValueError) as error:
+        read_pairs("tfds:wmt14_translate/de-en", "train", cache_dir=str(tmp_path))
+    assert "--data.download" in str(error.value)
+    code = str(error.value).partition('python -c "')[2].rstrip('"')
+    compile(code, "the command", "exec")
+    assert f"'tfds:wmt14_translate/de-en', 'train', 'de-en', '{tmp_path}', True" in code
+
+
+def test_a_failed_download_is_an_error_in_words(tmp_path, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    def fail(self):
+        raise ConnectionError("Name or service not known\nand forty lines more")
+
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", fail)
+    with pytest.raises(ValueError) as error:
+        read_pairs("tfds:wmt14_translate/de-en", "train", "", str(tmp_path), download=True)
+    assert "could not be downloaded and prepared" in str(error.value)
+    assert "ConnectionError: Name or service not known" in str(error.value)
+    assert "forty" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------- cldr
+
+
+@pytest.fixture
+def small(monkeypatch):
+    from flaxformer_min.data import cldr
+
+    monkeypatch.setattr(cldr, "SIZES", {"test": 30, "validation": 20, "train": 500})
+
+
+def test_the_embedded_phrases_are_a_corpus(small, tmp_path):
+    assert splits("cldr:en-ko") == ["test", "train", "validation"]
+    assert languages_of("cldr:pt_BR-ja") == ("pt_BR", "ja")
+    pairs = read_pairs("cldr:en-ko", "val", cache_dir=str(tmp_path))
+    assert len(pairs) == 20 and pairs.languages == ("en", "ko")
+    assert all(
+        source.isascii() or "–" in source or not target.isascii() for source, target in pairs
+    )
+    there = fingerprint("cldr:en-ko", "train", cache_dir=str(tmp_path))
+    assert there != fingerprint("cldr:en-ko", "test", cache_dir=str(tmp_path))
+
+
+def test_the_embedded_phrases_are_made_for_the_direction_that_is_wanted(small, tmp_path):
+    pairs = read_pairs("cldr:en-ko", "test", "ko-en", str(tmp_path))
+    assert pairs.languages == ("ko", "en")
+    assert list(pairs) == list(read_pairs("cldr:ko-en", "test", cache_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "corpus, languages, message",
+    [
+        ("cldr:en", "", "got 'en'"),
+        ("cldr:en-en", "", "two different ones"),
+        ("cldr:en-klingon", "", "two locales of the Unicode CLDR"),
+        ("cldr:en-ko", "en-de", "cldr:en-ko is in en, ko; got languages 'en-de'"),
+    ],
+)
+def test_locales_that_make_no_corpus_are_an_error(corpus, languages, message):
+    with pytest.raises(ValueError, match=message):
+        read_pairs(corpus, "train", languages)
+
+
+def test_an_unknown_split_of_the_phrases_is_an_error_before_they_are_made(tmp_path):
+    with pytest.raises(
+        ValueError, match="cldr:en-ko has no split 'trian'; it has test, train, val"
+    ):
+        read_pairs("cldr:en-ko", "trian", cache_dir=str(tmp_path))
+    assert os.listdir(tmp_path) == []

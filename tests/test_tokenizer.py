@@ -1,0 +1,244 @@
+"""Text to pieces and back: nothing is lost, nothing a user writes becomes a control token."""
+
+import logging
+import os
+import pickle
+
+import pytest
+import sentencepiece
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flaxformer_min.data.tokenizer import Tokenizer, seed_sampling, train_tokenizer
+from flaxformer_min.tokens import BOS, EOS, PAD, UNK
+
+LINES = [
+    f"{greeting}, {name}! Come on {day} at {hour}:{hour + 17}."
+    for greeting in ("Hello", "Good morning", "안녕하세요", "좋은 아침입니다")
+    for name in ("world", "세계", "friend", "친구")
+    for day in ("Monday", "Tuesday", "수요일", "금요일")
+    for hour in range(1, 24, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train_tokenizer(LINES, 400, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    return Tokenizer.load(path)
+
+
+def other_model(path, **options):
+    """A SentencePiece model as somebody else may have trained it."""
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES),
+            model_writer=file,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **options,
+        )
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "Hello, world!",
+        "안녕하세요, 세계!",
+        "  two before, two  between, two after  ",
+        "e\u0301 stays two code points, \u00e9 one, \u1100\u1161 two",
+        "日本語 ไทย עברית العربية ᚠᚢᚦ 𐍈",
+        "🙂 👨\u200d👩\u200d👧 🇰🇷",
+        "\0 NUL, \t tab, \n line, \r return, \x85, \u2028, \ufeff, \ufffd, \uffff, \U0010ffff",
+        "<s> </s> <unk> <pad> <0x41> <0xEC>",
+        "▁",
+        "▁▁ a▁b ▁c d▁",
+        "\n▁\n▁ \n",
+    ],
+)
+def test_a_text_comes_back_as_it_was(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+@example("▁\0▁")
+def test_any_text_comes_back_as_it_was(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert UNK not in ids
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="▁ aé\n<s/>1", max_size=12))
+def test_any_text_of_troublesome_characters_comes_back_as_it_was(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["</s>", "a</s>b", "<s>", "<unk>", "<pad>", "▁</s>▁", "plain"])
+def test_nothing_a_user_writes_becomes_a_control_token(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids[-1] == EOS
+    assert not {PAD, UNK, BOS, EOS} & set(ids[:-1])
+
+
+def test_the_special_ids_are_those_of_tokens_py(tokenizer):
+    """Read by SentencePiece itself, not by our class."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    assert [processor.pad_id(), processor.unk_id()] == [PAD, UNK] == [0, 1]
+    assert [processor.bos_id(), processor.eos_id()] == [BOS, EOS] == [2, 3]
+
+
+def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
+    texts = ["Hello", "", "▁", "안녕", " a▁b"]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_every_digit_is_a_piece_so_that_numbers_are_copied(tokenizer):
+    pieces = tokenizer.pieces(tokenizer.encode("1234"))
+    assert [piece for piece in pieces if piece not in ("▁", "</s>")] == list("1234")
+
+
+def test_decoding_stops_at_the_end_and_passes_over_padding(tokenizer):
+    ids = tokenizer.encode("Hello")
+    rubbish = tokenizer.encode("friend")
+    assert tokenizer.decode([BOS, PAD, *ids, *rubbish, PAD]) == "Hello"
+    assert tokenizer.decode([EOS, *ids]) == tokenizer.decode([]) == ""
+
+
+def test_half_a_character_of_a_model_decodes_to_the_replacement_character(tokenizer):
+    korean = tokenizer.encode("뷁")  # in no training line, hence three bytes
+    spelled = [i for i, piece in enumerate(tokenizer.pieces(korean)) if piece.startswith("<0x")]
+    assert len(spelled) == 3
+    assert "\ufffd" in tokenizer.decode(korean[: spelled[-1]])
+
+
+def test_pieces_show_spaces_and_bytes(tokenizer):
+    assert "".join(tokenizer.pieces(tokenizer.encode("Hello Hello"))) == "▁Hello▁Hello</s>"
+    assert tokenizer.pieces(tokenizer.encode("뷁")) == ["▁", "<0xEB>", "<0xB7>", "<0x81>", "</s>"]
+
+
+def test_a_sampled_cut_says_the_same_in_other_pieces(tokenizer):
+    """Kudo 2018: many cuts of one text, repeatable from a seed."""
+    seed_sampling(7)
+    cuts = [tokenizer.sample("안녕하세요, Monday") for _ in range(20)]
+    assert {tokenizer.decode(ids) for ids in cuts} == {"안녕하세요, Monday"}
+    assert len(set(map(tuple, cuts))) > 1
+    assert all(ids[-1] == EOS for ids in cuts)
+    seed_sampling(7)
+    assert [tokenizer.sample("안녕하세요, Monday") for _ in range(20)] == cuts
+    assert tokenizer.decode(tokenizer.sample("a▁b")) == "a▁b"
+
+
+def test_half_a_surrogate_pair_is_an_error(tokenizer):
+    for call in (tokenizer.encode, tokenizer.sample, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(ValueError, match="text 0 has half a surrogate pair at character 2"):
+            call("ab\ud800")
+
+
+def test_the_same_lines_give_the_same_bytes(tokenizer, tmp_path):
+    again = train_tokenizer(iter(LINES), 400, tmp_path / "again")
+    other = train_tokenizer(LINES[:300], 400, tmp_path / "other")
+    assert again.model == tokenizer.model == (tmp_path / "again").read_bytes()
+    assert again == tokenizer and again.fingerprint == tokenizer.fingerprint
+    assert other != tokenizer and other.fingerprint != tokenizer.fingerprint
+
+
+def test_a_tokenizer_is_pickled(tokenizer):
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy == tokenizer and hash(copy) == hash(tokenizer)
+    assert copy.encode("Hello 세계") == tokenizer.encode("Hello 세계")
+
+
+def test_training_lines_may_be_empty_or_hold_breaks_and_nul(tmp_path):
+    lines = [*LINES, "", " ", "a\nb", "\0", "</s> <s>", "▁"]
+    tokenizer = train_tokenizer(lines, 400, tmp_path / "model")
+    assert tokenizer.decode(tokenizer.encode("a\nb\0▁")) == "a\nb\0▁"
+    assert tokenizer.pieces(tokenizer.encode("\n"))[:-1] == ["▁", "<0x0A>"]
+
+
+def test_a_small_corpus_gets_the_largest_vocabulary_it_carries_and_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        tokenizer = train_tokenizer(["hello world"] * 5, 5_000, tmp_path / "small")
+    assert 260 < tokenizer.vocab_size < 5_000
+    assert caplog.messages == [
+        f"The corpus carries a vocabulary of {tokenizer.vocab_size} pieces; 5000 were asked for."
+    ]
+
+
+def test_training_does_not_chatter(tmp_path, capfd):
+    train_tokenizer(LINES, 400, tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_vocabulary_without_room_for_the_characters_is_an_error(tmp_path):
+    """256 bytes, 4 special pieces, and the letters of "ab", with a space: 263."""
+    with pytest.raises(ValueError, match="vocab_size must leave room .* 263 in all; got 200"):
+        train_tokenizer(["ab"], 200, tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_text_is_an_error(tmp_path):
+    for lines in ([], ["", "\n"]):
+        with pytest.raises(ValueError, match="trained on text; there was not one line"):
+            train_tokenizer(lines, 300, tmp_path / "model")
+
+
+def test_a_failed_training_leaves_the_old_file(tokenizer, tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(tokenizer.model)
+    with pytest.raises(ValueError):
+        train_tokenizer([], 300, path)
+    assert path.read_bytes() == tokenizer.model and os.listdir(tmp_path) == ["model"]
+
+
+def test_training_writes_into_a_folder_that_is_not_there_yet(tmp_path):
+    tokenizer = train_tokenizer(LINES, 400, tmp_path / "new" / "folder" / "model")
+    assert Tokenizer.load(tmp_path / "new" / "folder" / "model") == tokenizer
+    assert os.listdir(tmp_path / "new" / "folder") == ["model"]
+
+
+@pytest.mark.parametrize("content", [b"", b"this is a text file\n", b"\x0a\x05hello", bytes(100)])
+def test_another_file_is_an_error_that_names_it(tmp_path, content):
+    path = tmp_path / "README.md"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="README.md must be a SentencePiece model"):
+        Tokenizer.load(path)
+
+
+def test_a_file_cut_short_is_an_error(tokenizer, tmp_path):
+    path = tmp_path / "cut.model"
+    path.write_bytes(tokenizer.model[: len(tokenizer.model) // 2])
+    with pytest.raises(ValueError, match="cut.model must be"):
+        Tokenizer.load(path)
+
+
+def test_no_file_is_an_error(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match="must be a readable file"):
+            Tokenizer.load(path)
+
+
+def test_other_special_ids_are_an_error_that_says_which(tmp_path):
+    """SentencePiece's own defaults: UNK 0, BOS 1, EOS 2, and no padding."""
+    path = other_model(tmp_path / "default.model", vocab_size=500, byte_fallback=True)
+    with pytest.raises(ValueError) as error:
+        Tokenizer.load(path)
+    assert "default.model must have the ids PAD=0, UNK=1, BOS=2, EOS=3" in str(error.value)
+    assert "it has PAD=-1, UNK=0, BOS=1, EOS=2" in str(error.value)
+
+
+def test_a_vocabulary_without_bytes_is_an_error(tmp_path):
+    ids = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+    path = other_model(tmp_path / "bytes.model", vocab_size=200, **ids)
+    with pytest.raises(ValueError, match="bytes.model .* has no byte pieces"):
+        Tokenizer.load(path)
