@@ -316,7 +316,8 @@ def _finish_curves(axes: "Axes", title: str, from_zero: bool = True) -> None:
         axes.autoscale_view()
         axes.set_ylim(bottom=0)
     if not axes.lines[0].get_label().startswith("_"):
-        axes.legend(frameon=False)
+        # matplotlib's search for the best place takes long in long runs.
+        axes.legend(frameon=False, loc="lower right" if from_zero else "upper right")
 
 
 def _with_fonts(texts: list[str]) -> tuple[list[str], list[str]]:

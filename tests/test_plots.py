@@ -120,6 +120,11 @@ def test_weights_must_fit_the_tokens(shape):
         plots.attention_figure(np.zeros(shape), "abcd", "xyz")
 
 
+def test_there_must_be_a_token_to_look():
+    with pytest.raises(ValueError, match="for 0 and 1 tokens"):
+        plots.attention_figure(np.zeros((2, 0, 1)), "a", "")
+
+
 @pytest.mark.parametrize("wrong", [-0.5, 3.0, np.nan])
 def test_scores_before_the_softmax_are_no_weights(weights, wrong):
     weights[0, 0, 0] = wrong
@@ -203,6 +208,16 @@ def test_another_suffix_is_answered_with_the_known_ones(tmp_path):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="no folder .*nowhere"):
         plots.save(plots.curves_figure([]), tmp_path / "nowhere" / "a.png")
+
+
+def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path):
+    """The old file is replaced, not written over: who has it open, or linked, keeps it."""
+    path, held = tmp_path / "a.png", tmp_path / "held"
+    path.write_text("the old one")
+    held.hardlink_to(path)
+    plots.save(plots.curves_figure([]), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert held.read_text() == "the old one"
 
 
 def test_a_figure_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
