@@ -63,8 +63,8 @@ def test_tokens_and_weights_come_through_to_four_digits(page, maps):
     assert data["tokens"] == {"source": SOURCE, "target": TARGET}
     for name, weights in maps.items():
         np.testing.assert_array_equal(np.array(data["maps"][name]["weights"]) / 10_000, weights)
-    thirds = attention_page({"cross": np.full((1, 1, 1, 3), 1 / 3)}, ["a", "b", "c"], ["d"])
-    assert json.loads(Scripts(thirds).scripts[0])["maps"]["cross"]["weights"] == [[[[3333] * 3]]]
+    thirds = attention_page({"cross": [[[[1 / 3, 2 / 3]]]]}, ["a", "b"], ["c"])
+    assert json.loads(Scripts(thirds).scripts[0])["maps"]["cross"]["weights"] == [[[[3333, 6667]]]]
 
 
 @pytest.mark.parametrize("token", ["</script>", "<!--<script>", "</SCRIPT ", "\u2028", "\ud800"])
