@@ -222,8 +222,8 @@ def test_a_screen_reader_finds_names_and_roles(opened):
     assert "status" in [role for role, _ in found]
     assert opened.find_element("id", "told").get_attribute("aria-live") == "polite"
     assert opened.find_element("id", "queries").get_attribute("lang") == "ko"
-    selected = opened.find_elements("css selector", "#queries [aria-selected=true]")
-    assert [each.get_attribute("tabindex") for each in selected] == ["0"]
+    reached_by_tab = opened.find_elements("css selector", "#queries [tabindex='0']")
+    assert [each.get_attribute("aria-selected") for each in reached_by_tab] == ["true"]
 
 
 def test_tokens_are_text_not_markup(opened):
