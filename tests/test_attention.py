@@ -97,6 +97,14 @@ def test_a_query_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(hea
     assert (gradient[0][2] == 0).all() and (gradient[0][0] != 0).any()
 
 
+def test_a_query_that_may_attend_to_nothing_makes_no_nan_on_the_way():
+    """Section 3.2.3: a search for NaNs with `jax_debug_nans` passes a row of padding."""
+    x, nothing = jnp.ones((1, 2)), jnp.zeros((1, 1), bool)
+    with jax.debug_nans(True):
+        gradient = jax.grad(lambda x: scaled_dot_product_attention(x, x, x, nothing)[0].sum())(x)
+    assert_array_equal(gradient, [[0, 0]])
+
+
 @pytest.mark.parametrize("size", [1e3, 1e15])
 def test_huge_scores_do_not_overflow(size):
     """Section 3.2.1: softmax is taken from differences of scores, so their size is no matter."""

@@ -21,7 +21,7 @@ def attention_weights(
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
-    # The lowest number instead of -inf: a row of -inf would make the gradients NaN.
+    # The lowest number instead of -inf: a row of -inf would make NaN on the way to its zeros.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(query.dtype)
 
