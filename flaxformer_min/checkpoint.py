@@ -7,6 +7,7 @@ flipped bit without a word.
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ import jax
 import numpy as np
 
 PyTree = Any
+
+logging.getLogger("absl").addFilter(  # Orbax repeats, as warnings, the options it was given
+    lambda record: "read_only" not in record.getMessage() and "read only" not in record.getMessage()
+)
 
 
 def checksum(tree: PyTree) -> str:

@@ -43,3 +43,21 @@ def keep_compiled_programs(folder: Path) -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+class CompileClock:
+    """Counts the programs XLA compiles in this process, and the seconds spent on it."""
+
+    def __init__(self):
+        """Listen from now on."""
+        self.programs, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs += 1
+            self.seconds += seconds
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.seconds:.0f} s compiling {self.programs} programs"

@@ -310,7 +310,9 @@ class Translator:
             self._programs[name] = jax.pmap(
                 partial(program, self.models), "devices", in_axes=in_axes, devices=self.devices
             )
-        split = [array.reshape(devices, -1, *array.shape[1:]) for array in arrays]
+        split = [
+            array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
+        ]
         result = jax.device_get(self._programs[name](self.params, *split))
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
 

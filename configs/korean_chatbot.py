@@ -1,0 +1,68 @@
+"""Korean questions into answers (Song 2018, Chatbot_data_for_Korean): 11,800 pairs.
+
+The data is a CSV file with the columns Q, A and label. This file turns it into text files, and is
+the config that trains on them:
+
+    python configs/korean_chatbot.py ChatbotData.csv data/korean_chatbot
+    python train.py configs/korean_chatbot.py
+
+A question stands in one split only, whatever its answers: 90 % train, 5 % validation, 5 % test.
+"""
+
+import csv
+import hashlib
+import sys
+from pathlib import Path
+
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
+
+config = Config(
+    data=DataConfig(
+        corpus="text:data/korean_chatbot",
+        languages="question-answer",
+        source_row_length=48,
+        target_row_length=64,
+        rows_per_batch=32,
+    ),
+    model=ModelConfig(
+        vocab_size=4_000,
+        num_layers=3,
+        d_model=128,
+        d_ff=256,
+        num_heads=4,
+        dropout=0.3,
+        norm="pre",
+    ),
+    training=TrainingConfig(
+        steps=3_000,
+        warmup_steps=500,
+        cooldown_steps=1_000,
+        validate_every=250,
+        save_every=250,
+    ),
+)
+
+
+def split_of(question: str) -> str:
+    """The split of a question, the same for ever."""
+    draw = hashlib.sha256(question.encode()).digest()[0]
+    return "val" if draw < 13 else "test" if draw < 26 else "train"
+
+
+def prepare(table: Path, folder: Path) -> None:
+    """Write train, val and test files, one question or answer a line."""
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        pairs = [(row["Q"].strip(), row["A"].strip()) for row in csv.DictReader(file)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "val", "test"):
+        chosen = [pair for pair in pairs if split_of(pair[0]) == split]
+        for side, ending in enumerate(("question", "answer")):
+            lines = "".join(" ".join(pair[side].split()) + "\n" for pair in chosen)
+            (folder / f"{split}.{ending}").write_text(lines, encoding="utf-8", newline="\n")
+        print(f"{split}: {len(chosen):,} pairs")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python configs/korean_chatbot.py ChatbotData.csv FOLDER")
+    prepare(Path(sys.argv[1]), Path(sys.argv[2]))

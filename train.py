@@ -1,0 +1,307 @@
+"""Train a translation model: python train.py [CONFIG.py] [--workdir RUN] [--model.d-ff 512 ...].
+
+Without arguments it learns to translate embedded English phrases into Korean. A run that exists is
+gone on with. Every setting is listed by --help.
+"""
+
+import dataclasses
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.config import Config
+from flaxformer_min.data.corpus import cache_folder, fingerprint, is_empty, languages_of, read_pairs
+from flaxformer_min.data.rows import (
+    EncodedPairs,
+    EpochBatches,
+    TrainingRows,
+    encode_pairs,
+    single_pass,
+    split_over_devices,
+)
+from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.devices import CompileClock, describe, keep_compiled_programs
+from flaxformer_min.evaluation import bleu, evaluate
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.run_folder import RunFolder, fit_vocabulary
+from flaxformer_min.stop import StopRequest
+from flaxformer_min.training.loop import train
+from flaxformer_min.training.metrics import MetricsLog
+from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
+say = tqdm.write
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The settings of a run, and where it lives."""
+
+    workdir: Path = Path("runs")
+    """The run folder."""
+
+
+class Stopwatch:
+    """How long each stage took."""
+
+    def __init__(self):
+        """Start the first stage."""
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def finish(self, stage: str) -> None:
+        """End a stage; the next one begins."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
+        self._since = now
+
+
+def main(arguments: list[str]) -> int:
+    """Train, then score the test set; returns the exit status."""
+    try:
+        settings = read_arguments(arguments)
+        run = RunFolder(settings.workdir)
+        run.lock()
+        return work(run, Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config))))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def read_arguments(arguments: list[str]) -> Arguments:
+    """The config file's settings with the command line's put over them."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    path = Path(arguments[0]) if named else DEFAULT_CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"a config is a Python file that ends in `config = Config(...)`; no {path}."
+        )
+    config = runpy.run_path(str(path)).get("config")
+    if not isinstance(config, Config):
+        raise ValueError(f"{path} must end in `config = Config(...)`; got {config!r}.")
+    groups = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return tyro.cli(
+        Arguments,
+        prog="train.py [CONFIG.py]",
+        description=__doc__,
+        default=Arguments(**groups, workdir=Path("runs") / path.stem),
+        args=arguments[1:] if named else arguments,
+    )
+
+
+def work(run: RunFolder, config: Config) -> int:
+    """One run from its text to its test score."""
+    watch, compiled = Stopwatch(), CompileClock()
+    keep_compiled_programs(cache_folder(config.data.cache_dir))
+    languages = languages_of(config.data.corpus, config.data.languages, **where(config))
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, languages="-".join(languages))
+    )
+    pairs = {name: open_split(config, name) for name in ("train", "validation")}
+    watch.finish("data")
+    tokenizers = run.begin(config, lambda paths: make_tokenizers(config, pairs["train"], paths))
+    watch.finish("tokenizer")
+    encoded = {name: encode(config, name, pairs[name], tokenizers) for name in pairs}
+    row_lengths = config.data.source_row_length, config.data.target_row_length
+    rows = TrainingRows(
+        encoded["train"],
+        row_lengths,
+        config.data.rows_per_batch * config.training.gradient_accumulation,
+        config.training.seed,
+        config.data.workers,
+    )
+    watch.finish("data")
+    model = Transformer(fit_vocabulary(config.model, tokenizers))
+    state, checkpoints = init_state(model, config.training), run.open_checkpoints(config)
+    announce(run, config, model, state, encoded, rows.epoch(0))
+    translator = Translator([model.config], [state.params], tokenizers, config.decoding)
+    held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch)
+    validate = make_validate(config, model, held_out, pairs["validation"], translator)
+    with StopRequest("finishing this step, then saving; once more to end at once") as stop:
+        state = fit(run, config, model, state, rows, checkpoints, validate, stop)
+    watch.finish("training")
+    checkpoints.close()
+    rows.close()
+    if stop:
+        say(f"Stopped at step {int(state.step):,} and saved. To go on: {command()}")
+        return stop.status
+    score_test_set(run, config)
+    watch.finish("test")
+    stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in watch.seconds.items())
+    say(f"Time: {stages}; of these {compiled}.")
+    say(
+        f"Translate with this run:\n  echo '{example(pairs)}' | flaxformer-min translate {run.path}"
+    )
+    return 0
+
+
+def where(config: Config) -> dict[str, Any]:
+    """Where corpora are kept, and whether they may be downloaded."""
+    return {"cache_dir": config.data.cache_dir, "download": config.data.download}
+
+
+def open_split(config: Config, split: str) -> Any:
+    """The sentence pairs of a split."""
+    return read_pairs(config.data.corpus, split, config.data.languages, **where(config))
+
+
+def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> None:
+    """Train one tokenizer on both languages, or one on each, on an even sample of the pairs."""
+    stride = -(-len(pairs) // config.data.tokenizer_sample)
+    sample = pairs[::stride]
+    sizes = config.model.source_vocab_size, config.model.vocab_size
+    say(f"Training the tokenizer on {len(sample):,} pairs.")
+    if paths[0] == paths[1]:
+        train_tokenizer((text for pair in sample for text in pair), sizes[1], paths[0])
+        return
+    for side, path in enumerate(paths):
+        train_tokenizer((pair[side] for pair in sample), sizes[side], path)
+
+
+def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPairs:
+    """A split as token ids, from the cache if it was encoded before."""
+    data = config.data
+    name = fingerprint(data.corpus, split, data.languages, **where(config))
+    lengths = data.source_row_length, data.target_row_length
+    encoded = encode_pairs(pairs, tokenizers, lengths, cache_folder(data.cache_dir), name)
+    say(f"{split}: {encoded.counts}.")
+    return encoded
+
+
+def announce(
+    run: RunFolder,
+    config: Config,
+    model: Transformer,
+    state: TrainState,
+    encoded: dict[str, EncodedPairs],
+    epoch: EpochBatches,
+) -> None:
+    """Say what is about to happen."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    tokens = [
+        side.lengths.sum() / len(epoch)
+        for side in (encoded["train"].source, encoded["train"].target)
+    ]
+    say(
+        f"{describe()}; run folder {run.path}\n"
+        f"{parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size:,}; "
+        f"a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
+        f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
+    )
+
+
+def make_validate(
+    config: Config, model: Transformer, batches: EpochBatches, pairs: Any, translator: Translator
+) -> Callable[[Any, int], dict[str, float]]:
+    """The function that measures loss on all, and BLEU on some, of the validation pairs."""
+    eval_step, devices = make_eval_step(model), jax.device_count()
+    usable = [pair for pair in pairs if not is_empty(pair)]
+    stride = max(len(usable) // max(config.training.validation_sentences, 1), 1)
+    some = usable[::stride][: config.training.validation_sentences]
+
+    def validate(params: Any, step: int) -> dict[str, float]:
+        sums = [
+            eval_step(params, split_over_devices(batches[i], devices)) for i in range(len(batches))
+        ]
+        total = np.sum(jax.device_get(sums), axis=0)
+        loss = float(total[1] / total[3])
+        scores = {
+            "validation_loss": loss,
+            "validation_perplexity": float(np.exp(loss)),
+            "validation_accuracy": float(total[2] / total[3]),
+        }
+        text = f"validation: loss {loss:.3f} nats, perplexity {np.exp(loss):.2f}"
+        if some:
+            translator.use_params([params])
+            found = translator.translate([source for source, _ in some])
+            references = [target for _, target in some]
+            language = config.data.languages.split("-")[-1]
+            score = bleu(found, references, target_language=language)
+            scores["validation_bleu"] = score.value
+            text += f", BLEU {score.value:.2f} on {len(some)} sentences"
+            for i in np.random.default_rng(step).choice(len(some), min(3, len(some)), False):
+                text += f"\n    {some[i][0]}\n      -> {found[i]}\n       ({references[i]})"
+        say(text)
+        return scores
+
+    return validate
+
+
+def fit(
+    run: RunFolder,
+    config: Config,
+    model: Transformer,
+    state: TrainState,
+    rows: TrainingRows,
+    checkpoints: Checkpoints,
+    validate: Callable[[Any, int], dict[str, float]],
+    stop: StopRequest,
+) -> TrainState:
+    """Train from the newest checkpoint, or from nothing."""
+    window = None
+    found = checkpoints.restore(state._asdict(), lambda text: say(f"warning: {text}"))
+    if found is not None:
+        step, restored, meta = found
+        state, window = TrainState(**restored), meta["window"]
+        rows.set_state(meta["rows"])
+        say(f"Going on from step {step:,}.")
+    log = MetricsLog(run.metrics, run.tensorboard, int(state.step))
+    devices, accumulation = jax.device_count(), config.training.gradient_accumulation
+    try:
+        return train(
+            state,
+            make_train_step(model, config.training),
+            rows,
+            lambda batch: split_over_devices(batch, devices, accumulation),
+            config.training,
+            checkpoints,
+            log,
+            validate,
+            stop=lambda: bool(stop),
+            window=window,
+            say=say,
+        )
+    finally:
+        log.close()
+
+
+def score_test_set(run: RunFolder, config: Config) -> None:
+    """Translate the test split with what a user would restore, and print the scores."""
+    try:
+        pairs = [pair for pair in open_split(config, "test") if not is_empty(pair)]
+    except ValueError as error:
+        say(f"No test score: {error}")
+        return
+    translator = Translator.load(run.path, warn=say)
+    found = translator.translate([source for source, _ in pairs])
+    references = [target for _, target in pairs]
+    language = config.data.languages.split("-")[-1]
+    say("Test set:")
+    for line in evaluate(found, references, target_language=language).lines():
+        say(f"  {line}")
+    for i in range(0, len(pairs), max(len(pairs) // 5, 1)):
+        say(f"    {pairs[i][0]}\n      -> {found[i]}\n       ({references[i]})")
+
+
+def example(pairs: dict[str, Any]) -> str:
+    """A sentence to try, without a quote in it."""
+    return next((pair[0] for pair in pairs["validation"] if "'" not in pair[0]), "")
+
+
+def command() -> str:
+    """What the user typed."""
+    return " ".join(["python", *sys.argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
