@@ -264,7 +264,8 @@ def test_even_the_warmest_token_is_readable_in_both_schemes(opened, scheme):
 
 def test_nothing_is_loaded_and_nothing_overflows(opened):
     assert opened.execute_script("return performance.getEntriesByType('resource').length") == 0
-    opened.set_window_size(500, 800)
-    wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
-    assert not opened.execute_script(wide)
-    opened.set_window_size(1000, 800)
+    phone = {"width": 320, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    wide = opened.execute_script("return document.documentElement.scrollWidth")
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= 320
