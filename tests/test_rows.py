@@ -1,0 +1,196 @@
+"""Rows: what is read is delivered, once an epoch, wherever one cuts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from flaxformer_min.data.rows import (
+    EncodedPairs,
+    TrainingRows,
+    encode_pairs,
+    pack,
+    single_pass,
+    split_over_devices,
+)
+from flaxformer_min.tokens import EOS
+
+ROWS = (16, 12)
+
+
+class Letters:
+    """A tokenizer of one piece a letter."""
+
+    fingerprint = "letters"
+
+    def encode_batch(self, texts):
+        return [[ord(letter) for letter in text] + [EOS] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    pairs = [
+        ("".join(rng.choice(list("abcdef"), a)), "".join(rng.choice(list("uvwxyz"), b)))
+        for a, b in rng.integers(1, 11, (101, 2))
+    ]
+    pairs += [("", "a"), ("b", "  "), ("c" * 16, "d"), ("e", "f" * 12)]
+    return encode(pairs, tmp_path_factory.mktemp("cache")), pairs
+
+
+def encode(pairs, cache, name="some text"):
+    return encode_pairs(pairs, (Letters(), Letters()), ROWS, cache, name)
+
+
+def sentences(batch, side):
+    """The sentences of a batch, read off its segments, as texts."""
+    ids, positions, segments = batch[side]
+    found = []
+    for row in range(len(ids)):
+        for segment in range(1, segments[row].max() + 1):
+            places = segments[row] == segment
+            assert positions[row][places].tolist() == list(range(places.sum()))
+            assert ids[row][places][-1] == EOS
+            found.append("".join(map(chr, ids[row][places][:-1])))
+    return found
+
+
+def equal(one, other):
+    return all(
+        np.array_equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_every_usable_pair_is_delivered_exactly_once_an_epoch(encoded):
+    split, pairs = encoded
+    rows = TrainingRows(split, ROWS, rows=8, seed=3)
+    for epoch in range(2):
+        batches = rows.epoch(epoch)
+        delivered = [
+            pair
+            for number in range(len(batches))
+            for pair in zip(*(sentences(batches[number], side) for side in (0, 1)), strict=True)
+        ]
+        assert sorted(delivered) == sorted(pairs[:101])
+
+
+def test_empty_and_too_long_pairs_are_left_out_and_counted(encoded):
+    counts = encoded[0].counts
+    assert (counts.read, counts.empty, counts.too_long, counts.kept) == (105, 2, 2, 101)
+    assert "105 pairs read, 2 with an empty side and 2 longer" in str(counts)
+
+
+def test_a_split_without_a_usable_pair_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="at least one usable pair.*2 pairs read"):
+        encode([("", "a"), ("b" * 20, "c")], tmp_path)
+
+
+def test_encoded_pairs_are_read_back_from_the_cache(encoded, tmp_path):
+    first = encode([("ab", "u"), ("c", "vw")], tmp_path)
+    again = encode([], tmp_path)  # the name says that it is the same text
+    assert np.array_equal(first.source.ids, again.source.ids)
+    assert len(list((tmp_path / "encoded").iterdir())) == 1
+    assert len(encode([("abc", "u")], tmp_path, "another text")) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
+    rng = np.random.default_rng(seed)
+    source, target = rng.integers(1, 17, 300), rng.integers(1, 13, 300)
+    plan = pack(source, target, ROWS, rng)
+    assert sorted(plan.pairs) == list(range(300))
+    for first, last in zip(plan.starts, plan.starts[1:], strict=False):
+        assert last > first
+        assert source[plan.pairs[first:last]].sum() <= ROWS[0]
+        assert target[plan.pairs[first:last]].sum() <= ROWS[1]
+
+
+def test_packing_finds_a_perfect_fit_where_there_is_one():
+    lengths = np.array([16] * 4 + [9, 7] * 6 + [4] * 8)
+    assert len(pack(lengths, lengths, (16, 16)).starts) - 1 == 4 + 6 + 2
+
+
+def test_rows_hold_nearly_only_tokens():
+    """Lengths like those of captions; a row fits several of them."""
+    rng = np.random.default_rng(0)
+    source = np.clip(rng.normal(14, 5, 3000).round(), 4, 40).astype(int)
+    target = np.clip(source + rng.integers(-2, 3, 3000), 4, 40)
+    rows = len(pack(source, target, (64, 64)).starts) - 1
+    assert 1 - (source.sum() + target.sum()) / (rows * 128) < 0.05
+
+
+def test_orders_differ_by_epoch_and_seed_and_repeat_for_the_same(encoded):
+    one, same, other = (TrainingRows(encoded[0], ROWS, 8, seed) for seed in (1, 1, 2))
+    assert equal(one.epoch(0)[0], same.epoch(0)[0])
+    assert not equal(one.epoch(0)[0], one.epoch(1)[0])
+    assert not equal(one.epoch(0)[0], other.epoch(0)[0])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 9, 23])
+def test_an_iterator_goes_on_exactly_where_another_stood(encoded, cut):
+    """Also over the end of an epoch: 101 pairs make about 5 batches."""
+    uncut, resumed = (TrainingRows(encoded[0], ROWS, 8, seed=5) for _ in range(2))
+    for _ in range(cut):
+        next(uncut)
+    resumed.set_state(json.loads(json.dumps(uncut.get_state())))
+    for _ in range(7):
+        assert equal(next(uncut), next(resumed))
+    uncut.close()
+    resumed.close()
+
+
+def test_processes_share_the_rows_of_each_batch(encoded):
+    """Two processes have as many batches as one, and their rows together are its rows."""
+    whole = TrainingRows(encoded[0], ROWS, 8, seed=5).epoch(1)
+    halves = [
+        TrainingRows(encoded[0], ROWS, 8, seed=5, process=i, processes=2).epoch(1) for i in (0, 1)
+    ]
+    assert len(whole) == len(halves[0]) == len(halves[1])
+    for number in range(len(whole)):
+        for column in range(3):
+            joined = np.concatenate([half[number].source[column] for half in halves])
+            assert np.array_equal(joined, whole[number].source[column])
+
+
+def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):
+    full_rows = (
+        len(pack(*(side.lengths for side in (encoded[0].source, encoded[0].target)), ROWS).starts)
+        - 1
+    )
+    batches = single_pass(encoded[0], ROWS, full_rows - 1)
+    assert len(batches) == 2
+    assert batches[1].source.ids.shape == (full_rows - 1, 16)
+    assert (batches[1].source.segments[0] == 0).sum() < 16
+    assert (batches[1].source.segments[1:] == 0).all()
+    assert 0 < batches.padding() < 1
+
+
+def test_padding_is_the_share_of_places_without_a_token(encoded):
+    batches = single_pass(encoded[0], ROWS, 8)
+    sides = [side.ids for number in range(len(batches)) for side in batches[number]]
+    places, empty = sum(ids.size for ids in sides), sum((ids == 0).sum() for ids in sides)
+    assert batches.padding() == pytest.approx(empty / places)
+
+
+def test_rows_are_split_over_devices_in_order(encoded):
+    batch = single_pass(encoded[0], ROWS, 8)[0]
+    split = split_over_devices(batch, devices=2, accumulation=2)
+    assert split.target.ids.shape == (2, 2, 2, 12)
+    assert np.array_equal(split.target.ids.reshape(8, 12), batch.target.ids)
+    with pytest.raises(ValueError, match="8 rows, 3 devices, 1 batches"):
+        split_over_devices(batch, devices=3)
+
+
+def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
+    with pytest.raises(ValueError, match="8 rows and 3 processes"):
+        TrainingRows(encoded[0], ROWS, 8, seed=0, processes=3)
+
+
+def test_a_worker_maps_the_files_instead_of_copying_them(encoded):
+    import pickle
+
+    message = pickle.dumps(encoded[0])
+    assert len(message) < 500
+    assert isinstance(pickle.loads(message), EncodedPairs)
