@@ -160,7 +160,7 @@ def test_a_tokenizer_is_pickled(tokenizer):
 
 
 def test_training_lines_may_be_empty_or_hold_breaks_and_nul(tmp_path):
-    lines = [*LINES, "", " ", "a\nb", "\0", "</s> <s>", "▁"]
+    lines = [*LINES, "", " ", *(f"{letter}\nb\nc\0" for letter in "abc" * 500), "</s> <s>", "▁"]
     tokenizer = train_tokenizer(lines, 400, tmp_path / "model")
     assert tokenizer.decode(tokenizer.encode("a\nb\0▁")) == "a\nb\0▁"
     assert tokenizer.pieces(tokenizer.encode("\n"))[:-1] == ["▁", "<0x0A>"]

@@ -6,11 +6,12 @@ control token: `</s>` in a text is four characters like any others.
 """
 
 import hashlib
+import itertools
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import sentencepiece
@@ -118,7 +119,8 @@ class Tokenizer:
 
         Bytes that are no UTF-8, which a model may produce, become U+FFFD.
         """
-        return self._processor.decode(list(self._up_to_end(ids)))
+        before_end = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return self._processor.decode(list(before_end))  # which passes over control tokens
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """What each id stands for, all of them, to be looked at: ▁ is a space, <0xEC> a byte."""
@@ -133,13 +135,6 @@ class Tokenizer:
             # Behind a line break, for a text's first piece begins with a space of its own.
             ids += self._processor.encode("\n" + part)[self._after_break :]
         return ids
-
-    def _up_to_end(self, ids: Iterable[int]) -> Iterator[int]:
-        for i in map(int, ids):
-            if i == EOS:
-                return
-            if i not in (PAD, BOS):
-                yield i
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same model."""
@@ -190,7 +185,7 @@ def seed_sampling(seed: int) -> None:
 
 def _train(lines: Iterable[str], vocab_size: int, file) -> None:
     sentencepiece.SentencePieceTrainer.train(
-        # SentencePiece refuses line breaks and NUL inside a sentence, and warns of empty ones.
+        # A line break must be in no piece: see Tokenizer. NUL is one that nobody types.
         sentence_iterator=(part for line in lines for part in re.split("[\n\0]", line) if part),
         model_writer=file,
         vocab_size=vocab_size,
@@ -226,9 +221,7 @@ def _why_not(error: str, vocab_size: int) -> str:
 def _processor(model: bytes, where: str | Path) -> sentencepiece.SentencePieceProcessor:
     processor = sentencepiece.SentencePieceProcessor()
     try:
-        # Empty bytes would be taken for "no model yet".
-        if not model or not processor.load_from_serialized_proto(model):
-            raise RuntimeError("there is nothing in it")
+        processor.load_from_serialized_proto(model)
     except RuntimeError as error:
         raise ValueError(
             f"{where} must be a SentencePiece model, as train_tokenizer writes it; it cannot be "
