@@ -89,7 +89,8 @@ class Translator:
     """A model, or several that decide together, and the tokenizers of their languages.
 
     All devices of this machine are used. What is said of a line does not depend on the lines beside
-    it. `compilations` counts the programs compiled so far.
+    it. `compilations` counts the programs compiled so far, `steps` names the checkpoints it was
+    loaded from.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Translator:
         self.decoding = decoding or DecodingConfig()
         self.devices = jax.local_devices()
         self.compilations = 0
+        self.steps: list[int] = []
         self._programs: dict[Any, Callable] = {}
         self._shapes: set = set()
         self.use_params(params)
@@ -134,12 +136,15 @@ class Translator:
                     "models that decide together must have the same vocabulary; that of "
                     f"{folder.path} is not that of {folders[0].path}. Train both with one."
                 )
-        return cls(
+        restored = [folder.params(step, warn) for folder in folders]
+        translator = cls(
             [folder.model_config() for folder in folders],
-            [folder.params(step, warn)[1] for folder in folders],
+            [params for _, params in restored],
             tokenizers[0],
             folders[0].config().decoding,
         )
+        translator.steps = [step for step, _ in restored]
+        return translator
 
     def use_params(self, params: Sequence[Any]) -> None:
         """Go on with other parameters of the same models, keeping what is compiled."""
@@ -181,8 +186,9 @@ class Translator:
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
             )
-        sources = self._cut(self.source_tokenizer.encode_batch(list(lines)), first_line, warn)
-        forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, options)
+        encoded = self.source_tokenizer.encode_batch(list(lines))
+        sources = self._cut(encoded, "line", first_line, warn)
+        forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         wanted = [number for number, line in enumerate(lines) if line.strip()]
         for batch in self._batches(wanted, [len(ids) for ids in sources]):
@@ -194,13 +200,30 @@ class Translator:
                 results[number] = self._readable(found, row, forced[number])
         return results
 
-    def score(self, pairs: Sequence[tuple[str, str]]) -> list[PairScore]:
-        """How likely each target is, given its source: per token, EOS included."""
-        sources = self._cut(self.source_tokenizer.encode_batch([a for a, _ in pairs]), 1)
-        targets = self._cut(self.target_tokenizer.encode_batch([b for _, b in pairs]), 1)
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        first_line: int = 1,
+        warn: Callable[[str], None] = warnings.warn,
+        stop: Callable[[], bool] = bool,
+    ) -> list[PairScore]:
+        """How likely each target is, given its source: per token, EOS included.
+
+        What is longer than the last of `LENGTHS` is cut; `warn`, `first_line` and `stop` are those
+        of `hypotheses`.
+        """
+        encoded = [
+            tokenizer.encode_batch([pair[side] for pair in pairs])
+            for side, tokenizer in enumerate((self.source_tokenizer, self.target_tokenizer))
+        ]
+        sources = self._cut(encoded[0], "source line", first_line, warn)
+        targets = self._cut(encoded[1], "target line", first_line, warn)
         results: list[PairScore | None] = [None] * len(pairs)
         lengths = [max(len(a), len(b)) for a, b in zip(sources, targets, strict=True)]
         for batch in self._batches(range(len(pairs)), lengths):
+            if stop():
+                raise KeyboardInterrupt
             rows = self._rows(len(batch))
             source = _padded([sources[i] for i in batch], rows, LENGTHS)
             target = _padded([targets[i] for i in batch], rows, LENGTHS)
@@ -246,19 +269,23 @@ class Translator:
         )
 
     def _cut(
-        self, sentences: list[list[int]], first_line: int, warn: Callable = warnings.warn
+        self, sentences: list[list[int]], what: str, first_line: int, warn: Callable
     ) -> list[list[int]]:
         for number, ids in enumerate(sentences):
             if len(ids) > LENGTHS[-1]:
                 warn(
-                    f"line {first_line + number} has {len(ids):,} tokens; only its first "
+                    f"{what} {first_line + number} has {len(ids):,} tokens; only its first "
                     f"{LENGTHS[-1] - 1:,} are read."
                 )
                 sentences[number] = [*ids[: LENGTHS[-1] - 1], EOS]
         return sentences
 
     def _cut_prefixes(
-        self, prefixes: Sequence[str], sources: list[list[int]], options: Options
+        self,
+        prefixes: Sequence[str],
+        sources: list[list[int]],
+        first_line: int,
+        options: Options,
     ) -> list[list[int]]:
         forced = [ids[:-1] for ids in self.target_tokenizer.encode_batch(list(prefixes))]
         for number, (ids, source) in enumerate(zip(forced, sources, strict=True)):
@@ -266,7 +293,7 @@ class Translator:
             if len(ids) > limit:
                 raise ValueError(
                     f"a prefix must be shorter than the longest translation allowed; prefix "
-                    f"{number + 1} has {len(ids)} tokens, the limit is {limit}. Raise "
+                    f"{first_line + number} has {len(ids)} tokens, the limit is {limit}. Raise "
                     "max_extra_tokens."
                 )
         return forced

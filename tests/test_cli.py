@@ -1,0 +1,618 @@
+"""The command as people meet it: lines in, lines out, one sentence for every mistake."""
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_run import make_tiny_run
+
+from flaxformer_min import cli
+from flaxformer_min.config import DataConfig
+from flaxformer_min.decoding.search import Sampling
+from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
+
+COMMAND = [sys.executable, "-m", "flaxformer_min"]
+LOADED = {}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Runs, good and bad, and files of lines."""
+    root = tmp_path_factory.mktemp("cli")
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for name, text in {
+        "test.en": "the red house\n\nblue doors\n4\n",
+        "test.ko": "A\nB\nA A\n \n",
+    }.items():
+        (corpus / name).write_text(text)
+    (root / "folder").mkdir()
+    for count, name in enumerate(("none", "one", "two", "three", "four")):
+        (root / name).write_text("".join(f"line {n}\n" for n in range(count)))
+    (root / "long").write_text("A" * 99 + "\n")
+    data = DataConfig(corpus=f"text:{corpus}", languages="en-ko")
+    paths = {path.name: path for path in root.iterdir()} | {"missing": root / "missing"}
+    paths["run"] = make_tiny_run(root / "run", steps=(1, 2), data=data)
+    paths["other"] = make_tiny_run(root / "other", lines=["another vocabulary 0123456789"] * 9)
+    paths["untrained"] = make_tiny_run(root / "untrained", steps=())
+    paths["newer"] = make_tiny_run(root / "newer", steps=())
+    config = paths["newer"] / "config.json"
+    config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 99'))
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch):
+    """A run is restored and its programs are compiled once for all tests."""
+    load = Translator.load
+
+    def load_once(*runs, step=None, warn):
+        key = (*map(str, runs), step)
+        if key not in LOADED:
+            LOADED[key] = load(*runs, step=step, warn=warn)
+        return copy.copy(LOADED[key])
+
+    monkeypatch.setattr(Translator, "load", load_once)
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    """A translator that writes lines backwards; gives what it was asked."""
+    asked = []
+
+    def hypotheses(self, lines, options, prefixes=None, *, first_line, warn, stop):
+        asked.append(SimpleNamespace(model=self, lines=lines, options=options, line=first_line))
+        found = zip(lines, prefixes or [""] * len(lines), strict=True)
+        return [[Translation(prefix + line[::-1], -2.0, -1.0)] for line, prefix in found]
+
+    monkeypatch.setattr(Translator, "hypotheses", hypotheses)
+    return asked
+
+
+@pytest.fixture
+def call(places, capfd, monkeypatch, tmp_path):
+    """Runs a command line; gives its status, stdout and stderr. `{run}` is a path of `places`."""
+
+    def run(line, given=b""):
+        stdin = tmp_path / "stdin"
+        stdin.write_bytes(given)
+        argv = [word.format(**places, tmp=tmp_path) for word in line.split(" ") if word]
+        with stdin.open() as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            status = cli.main(argv)
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run
+
+
+# What is typed
+
+
+def test_help_is_there_at_once():
+    """No jax, no numpy: nothing that takes a second to import."""
+    heavy = "{'jax', 'flax', 'numpy', 'orbax', 'sentencepiece'}"
+    code = (
+        "import sys, flaxformer_min.cli as cli\n"
+        "try: cli.main(['translate', '--help'])\n"
+        f"except SystemExit: assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--beam-size" in done.stdout
+
+
+def options_of(parser, command="flaxformer-min"):
+    """(command, option) of all commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from options_of(inner, f"{command} {name}")
+        elif action.option_strings and "--help" not in action.option_strings:
+            yield command, action
+
+
+OPTIONS = list(options_of(cli.make_parser()))
+
+
+@pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
+def test_every_option_tells_its_default_and_stands_in_the_documentation_and_here(command, option):
+    documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
+    name = option.option_strings[0]
+    assert "default" in option.help
+    section = documentation.split(f"\n## `{command.split()[1]}`")[1].split("\n## ")[0]
+    assert f"`{name}" in section
+    assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text())
+
+
+@pytest.mark.parametrize(
+    "typed, name, value",
+    [
+        ("--beam-size 3", "beam_size", 3),
+        ("--length-penalty 0.25", "length_penalty", 0.25),
+        ("--max-extra-tokens 7", "max_extra_tokens", 7),
+        ("--min-length 5", "min_length", 5),
+        ("--n-best 2", "n_best", 2),
+        ("", "beam_size", 2),
+        ("", "max_extra_tokens", 4),
+        ("--sample", "sampling", Sampling()),
+        ("--sample --temperature 0.5", "sampling", Sampling(temperature=0.5)),
+        ("--sample --top-k 3", "sampling", Sampling(top_k=3)),
+        ("--sample --top-p 0.5", "sampling", Sampling(top_p=0.5)),
+        ("--sample --seed 8", "seed", 8),
+        ("--sample", "beam_size", 1),
+        ("--sample --n-best 3", "beam_size", 3),
+        ("--sample --beam-size 5", "beam_size", 5),
+    ],
+)
+def test_a_flag_of_the_search_reaches_it(call, mirror, typed, name, value):
+    """Where nothing is typed, the run's own setting holds; samples are as many as are wanted."""
+    assert call(f"translate {{run}} {typed}", b"a\n")[0] == 0
+    assert getattr(mirror[0].options, name) == value
+
+
+@pytest.mark.parametrize("typed, step", [("", 2), ("--step 1", 1)])
+def test_the_checkpoint_is_chosen_by_its_step(call, mirror, typed, step):
+    assert call(f"translate {{run}} {typed}", b"a\n")[0] == 0
+    assert mirror[0].model.steps == [step]
+
+
+def test_the_batch_size_is_the_one_typed(call, mirror):
+    call("translate {run} --batch-size 3", b"a\n")
+    assert mirror[0].model.decoding.batch_size == 3
+
+
+ERRORS = [
+    ("", "required: COMMAND"),
+    ("dance", "invalid choice: 'dance'"),
+    ("plot", "required: WHAT"),
+    ("translate", "required: RUN"),
+    ("translate {missing}", "a run is a folder; there is none at"),
+    ("translate {one}", "a run is a folder"),
+    ("translate {folder}", "is no run: it has no config.json"),
+    ("translate {newer}", "has format 99.*Install a newer"),
+    ("translate {untrained}", "holds no checkpoint yet"),
+    ("translate {run} --step 7", "no checkpoint of step 7; it has 2, 1"),
+    ("translate {run} {other}", "must have the same vocabulary"),
+    ("translate {run} --input {missing}", "missing: No such file"),
+    ("translate {run} --input {folder}", "folder: Is a directory"),
+    ("translate {run} --output {missing}/out", "there is no folder .*missing"),
+    ("translate {run} --output {folder}", "folder: Is a directory"),
+    ("translate {run} --beam 4", "unrecognized arguments: --beam 4"),
+    ("translate {run} --scores --json", "--json: not allowed with argument --scores"),
+    (
+        "translate {run} --beam-size 0",
+        "--beam-size: must be a whole number and at least 1; got '0'",
+    ),
+    ("translate {run} --beam-size two", "--beam-size: must be a whole number.*got 'two'"),
+    ("translate {run} --beam-size 1000", "must not exceed the vocabulary of [0-9]+,.*got 1,000"),
+    ("translate {run} --length-penalty -1", "--length-penalty: must be a number and at least 0"),
+    ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
+    ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* at least 1"),
+    ("translate {run} --min-length -1", "--min-length: must .* at least 0"),
+    ("translate {run} --n-best 3", "--n-best must not exceed.*got 3 of 2. Raise --beam-size"),
+    ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
+    ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),
+    ("translate {run} --top-k 2", "--top-k is for sampling"),
+    ("translate {run} --top-p 0.5", "--top-p is for sampling"),
+    ("translate {run} --seed 2", "--seed is for sampling"),
+    ("translate {run} --sample --temperature 0", "--temperature: must .* at least 1e-06"),
+    ("translate {run} --sample --top-k 0", "--top-k: must .* at least 1"),
+    ("translate {run} --sample --top-p 0", "--top-p: must .* more than 0 and at most 1"),
+    ("translate {run} --sample --top-p 1.1", "--top-p: must .* at most 1"),
+    ("translate {run} --sample --seed -1", "--seed: must .* at least 0"),
+    ("translate {run} --prefix-file {missing}", "missing: No such file"),
+    ("translate {run} --input {one} --prefix-file {long}", "prefix must be shorter.*prefix 1 has"),
+    ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
+    ("score {run} {missing} {three}", "missing: No such file"),
+    ("score {run} {three}", "required: TARGET"),
+    ("evaluate {run} --split nope", "nope"),
+    ("evaluate {run} --source {one}", "--source and --reference belong together"),
+    ("evaluate {run} --source {one} --reference {one} --split test", "--split is of the run's own"),
+    ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
+    ("evaluate {run} --source {none} --reference {none}", "no pair with text on both sides"),
+    ("evaluate {run} --tokenize moses", "one of .*13a.*; got 'moses'"),
+    ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf, .html"),
+    ("plot attention {run} hi --output {tmp}/map.html --layer 1", "a page shows all layers"),
+    ("plot attention {run} hi --output {tmp}/map.png --layer 2", "--layer must be at most 1"),
+    ("plot attention {run} hi --output {tmp}/map.png --head 3", "--head must be at most 2"),
+    ("plot attention {run} hi --output {tmp}/map.png --head x", "must be mean, all or the number"),
+    ("plot attention {run} hi", "required: --output"),
+    ("plot positions --output {tmp}/map.html", "must end in .png, .svg, .pdf; got"),
+    ("plot positions --output {missing}/map.png", "no folder .*missing"),
+    ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
+    ("plot curves {folder} --output {tmp}/map.png", "is no run"),
+]
+
+
+@pytest.mark.parametrize("line, message", ERRORS, ids=[line or "nothing" for line, _ in ERRORS])
+def test_a_mistake_is_one_sentence_and_status_2(call, watched, line, message):
+    status, out, err = call(line, b"hello\n")
+    assert (status, out) == (2, "")
+    assert re.fullmatch(rf"flaxformer-min: error: .*{message}.*\n", err)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Attention without a model."""
+    weights = np.full((1, 2, 2, 2), 0.5)
+    tokens = (["a", "</s>"], ["b", "</s>"], ["<s>", "b"])
+    attention = Attention(weights, weights, weights, *tokens)
+    asked = []
+
+    def watch(self, source, target=None):
+        asked.append((source, target))
+        return attention
+
+    monkeypatch.setattr(Translator, "attention", watch)
+    return asked
+
+
+def test_too_little_memory_is_a_mistake_of_the_user(call, mirror, monkeypatch):
+    def run_out(*args, **settings):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(Translator, "hypotheses", run_out)
+    status, _, err = call("translate {run}", b"a\n")
+    assert status == 2
+    assert "choose a smaller --batch-size" in err
+
+
+def test_a_full_disk_is_told_in_one_sentence(call, mirror):
+    status, _, err = call("translate {run} --output /dev/full", b"a\n")
+    assert (status, err) == (2, "flaxformer-min: error: No space left on device\n")
+
+
+# Lines in, lines out
+
+
+@pytest.mark.parametrize(
+    "given, lines",
+    [
+        (b"", []),
+        (b"ab\ncd\n", ["ba", "dc"]),
+        (b"ab\ncd", ["ba", "dc"]),
+        (b"ab\r\ncd\r\n", ["ba", "dc"]),
+        (b"ab\n\n\ncd\n", ["ba", "", "", "dc"]),
+        (b"\xef\xbb\xbfab\n", ["ba"]),
+        ("a\u2028b\x0bc\x0cd\x85\n".encode(), ["\x85d\x0cc\x0bb\u2028a"]),
+        ("한국어\n".encode(), ["어국한"]),
+        (b"a\rb\n", ["b a"]),
+    ],
+)
+def test_there_are_as_many_lines_out_as_in(call, mirror, given, lines):
+    r"""Only \n ends a line; what a model spells never does."""
+    status, out, err = call("translate {run}", given)
+    assert (status, err) == (0, "")
+    assert out == "".join(f"{line}\n" for line in lines)
+
+
+def test_what_is_no_utf8_is_replaced_and_named(call, mirror):
+    status, out, err = call("translate {run}", b"ok\nb\xff\n")
+    assert (status, out) == (0, "ko\n\ufffdb\n")
+    assert err.startswith("flaxformer-min: warning: stdin, line 2 is no UTF-8 from byte 2 on")
+
+
+def test_a_line_break_that_a_model_spells_becomes_a_space(call, monkeypatch):
+    def hypotheses(*args, **settings):
+        return [[Translation("a\nb\r", -2.0, -1.0)]]
+
+    monkeypatch.setattr(Translator, "hypotheses", hypotheses)
+    assert call("translate {run}", b"x\n")[1] == "a b \n"
+
+
+def test_many_lines_come_in_chunks_and_keep_their_numbers(call, mirror):
+    given = "".join(f"{n}\n" for n in range(2_500)).encode()
+    _, out, _ = call("translate {run}", given)
+    assert out.split() == [str(n)[::-1] for n in range(2_500)]
+    assert [(len(chunk.lines), chunk.line) for chunk in mirror] == [
+        (1_024, 1),
+        (1_024, 1_025),
+        (452, 2_049),
+    ]
+
+
+def test_n_best_gives_n_lines_for_every_line(call, mirror):
+    """Where fewer were found, and for an empty line, empty ones follow."""
+    _, out, _ = call("translate {run} --n-best 2", b"ab\n\n")
+    assert out == "ba\n\n\n\n"
+
+
+def test_scores_stand_before_the_text(call, mirror):
+    _, out, _ = call("translate {run} --scores --n-best 2", b"ab\n")
+    assert out == "-1.0000\t-2.0000\tba\n-inf\t-inf\t\n"
+
+
+def test_json_is_one_object_a_line(call, mirror):
+    _, out, _ = call("translate {run} --json", "ü\nab\n".encode())
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {
+            "line": number,
+            "source": source,
+            "hypotheses": [{"text": source[::-1], "log_prob": -2.0, "score": -1.0}],
+        }
+        for number, source in [(1, "ü"), (2, "ab")]
+    ]
+    assert "ü" in out
+
+
+def test_json_knows_no_infinity(call, monkeypatch):
+    nothing = [[Translation("", -math.inf, -math.inf)]]
+    monkeypatch.setattr(Translator, "hypotheses", lambda *args, **settings: nothing)
+    assert "Infinity" not in call("translate {run} --json", b"a\n")[1]
+
+
+def test_input_and_output_may_be_files_and_one_file(call, mirror, tmp_path):
+    file = tmp_path / "text"
+    file.write_text("ab\n")
+    file.chmod(0o640)
+    status, out, _ = call("translate {run} --input {tmp}/text --output {tmp}/text")
+    assert (status, out, file.read_text()) == (0, "", "ba\n")
+
+
+def test_a_device_is_written_to_and_not_replaced(call, mirror):
+    assert call("translate {run} --output /dev/null", b"a\n")[0] == 0
+    assert not Path("/dev/null").is_file()
+
+
+def test_each_translation_begins_as_its_prefix_says(call, mirror, tmp_path):
+    (tmp_path / "prefixes").write_text("X\n\n")
+    _, out, _ = call("translate {run} --prefix-file {tmp}/prefixes", b"ab\ncd\n")
+    assert out == "Xba\ndc\n"
+
+
+@pytest.mark.parametrize("prefixes", ["X\n", "X\nY\nZ\n"])
+def test_prefixes_of_another_number_leave_no_file(call, mirror, tmp_path, prefixes):
+    (tmp_path / "prefixes").write_text(prefixes)
+    line = "translate {run} --prefix-file {tmp}/prefixes --output {tmp}/out"
+    status, _, err = call(line, b"ab\ncd\n")
+    assert status == 2
+    assert f"stdin has 2 and {tmp_path}/prefixes has {len(prefixes) // 2}." in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prefixes", "stdin"]
+
+
+def test_verbose_tells_speed_compilations_and_sizes(call, mirror):
+    _, _, err = call("translate {run} --verbose", b"ab\n\n")
+    assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
+    assert "padded to 16, 32, 64, 128, 256, 512, 1024 tokens and batches to 1, 8 sentences" in err
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_the_chunk_end_and_leaves_what_is_done(
+    call, mirror, monkeypatch, number, status
+):
+    """A model is slow: what it has just done is written before the end."""
+    mirrored = Translator.hypotheses
+
+    def hypotheses(self, lines, *args, **settings):
+        os.kill(os.getpid(), number)
+        return mirrored(self, lines, *args, **settings)
+
+    monkeypatch.setattr(Translator, "hypotheses", hypotheses)
+    assert call("translate {run}", b"ab\n" * 2_000) == (status, "ba\n" * 1_024, "")
+
+
+def test_a_signal_leaves_no_half_of_a_file(call, mirror, monkeypatch, tmp_path):
+    def hypotheses(self, lines, *args, stop, **settings):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Translator, "hypotheses", hypotheses)
+    assert call("translate {run} --output {tmp}/out", b"ab\n")[0] == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["stdin"]
+
+
+def test_a_second_signal_does_not_wait(call, mirror, monkeypatch):
+    def hypotheses(self, lines, *args, **settings):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it waited")
+
+    monkeypatch.setattr(Translator, "hypotheses", hypotheses)
+    assert call("translate {run}", b"ab\n")[:2] == (130, "")
+
+
+# With a real model
+
+
+def test_a_model_translates_lines(call):
+    """Duplicates agree, an empty line stays empty, a long one is cut and named."""
+    given = b"the red house\n\nthe red house\n" + b"4 " * 1_500 + b"\n"
+    status, out, err = call("translate {run} --scores", given)
+    first, empty, third, long = out.split("\n")[:-1]
+    assert (status, empty) == (0, "0.0000\t0.0000\t")
+    assert first == third and float(long.split("\t")[1]) < 0
+    assert re.fullmatch(
+        r".*warning: line 4 has [\d,]+ tokens; only its first 1,023 are read.\n", err
+    )
+
+
+def test_scores_are_those_of_the_translator(call, places):
+    sources, targets = (places["corpus"] / f"test.{language}" for language in ("en", "ko"))
+    found = Translator.load(places["run"], warn=print).score(
+        list(
+            zip(
+                sources.read_text().split("\n")[:-1],
+                targets.read_text().split("\n")[:-1],
+                strict=True,
+            )
+        )
+    )
+    _, out, err = call("score {run} {corpus}/test.en {corpus}/test.ko")
+    assert out == "".join(f"{one.log_prob:.4f}\n" for one in found)
+    tokens = sum(len(one.tokens) for one in found)
+    perplexity = math.exp(-sum(one.log_prob for one in found) / tokens)
+    assert err == (
+        f"4 pairs, {tokens} target tokens, EOS included: perplexity {perplexity:.4f} per token\n"
+    )
+
+
+@pytest.fixture
+def one_nat(monkeypatch):
+    """A model that gives every letter one nat."""
+
+    def score(self, pairs, *, first_line, warn, stop):
+        return [PairScore([*target, "</s>"], [-1.0] * (len(target) + 1)) for _, target in pairs]
+
+    monkeypatch.setattr(Translator, "score", score)
+
+
+def test_each_token_has_its_score(call, one_nat):
+    _, out, _ = call("score {run} {one} {one} --per-token")
+    assert out.split("\t")[:3] == ["-7.0000", "l", "-1.0000"]
+    assert out.endswith("</s>\t-1.0000\n")
+    _, out, _ = call("score {run} {one} {one} --json")
+    tokens = [*"line 0", "</s>"]
+    assert json.loads(out) == {"line": 1, "log_prob": -7, "tokens": tokens, "log_probs": [-1] * 7}
+
+
+def test_no_pairs_have_no_perplexity(call, one_nat):
+    assert call("score {run} {none} {none}") == (0, "", "0 pairs, 0 target tokens, EOS included\n")
+
+
+def test_files_that_cannot_be_read_twice_are_scored_too(call, one_nat, tmp_path):
+    """A named pipe, as `<(zcat ...)` is one; inequality shows at the end then."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = subprocess.Popen(["sh", "-c", f"echo a > {tmp_path}/pipe"])
+    status, _, err = call("score {run} {tmp}/pipe {two}")
+    writer.wait()
+    assert status == 2
+    assert "pipe has 1 and" in err
+
+
+def test_evaluation_measures_and_says_what_was_used(call, places, mirror, one_nat, tmp_path):
+    """Two pairs of four have an empty side; they keep their lines in the output."""
+    status, out, _ = call("evaluate {run} --json --output {tmp}/out --beam-size 1 --min-length 2")
+    report = json.loads(out)
+    assert status == 0
+    assert (tmp_path / "out").read_text() == "esuoh der eht\n\nsrood eulb\n\n"
+    expected = {"sentences": 2, "skipped": 2, "steps": [2], "languages": "en-ko", "beam_size": 1}
+    expected |= {"target_tokens": 6, "lowercase": False, "exact_match": 0.0, "min_length": 2}
+    assert {name: report[name] for name in expected} == expected
+    assert report["perplexity"] == pytest.approx(math.e, abs=1e-5)
+    assert report["bleu"]["signature"].startswith("BLEU|nrefs:1|case:mixed|eff:no|tok:")
+    assert report["tokenize"] in ("char", "ko-mecab")
+    assert {"sentences_per_second", "tokens_per_second", "compilations", "device"} <= set(report)
+
+
+def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirror, one_nat):
+    line = "evaluate {run} --source {four} --reference {four} --tokenize char --lowercase --step 1"
+    _, out, _ = call(line)
+    for part in ("run, step 1", "4 pairs; 0 with", "beam size 2", "tokenizer: char, as asked for",
+                 "|case:lc|", "chrF2|", "exact match = 0.0 % of 4", "perplexity = 2.718",
+                 "sentences/s", "tokens/s"):  # fmt: skip
+        assert part in out, part
+
+
+def test_evaluation_of_another_split(call, mirror, one_nat, places):
+    for language in ("en", "ko"):
+        (places["corpus"] / f"dev.{language}").write_text("otto\n")
+    _, out, _ = call("evaluate {run} --split validation --json --tokenize char")
+    assert json.loads(out)["exact_match"] == 1
+    assert json.loads(out)["data"].startswith("validation of text:")
+
+
+# Plots
+
+
+@pytest.mark.parametrize("typed", ["", "--layer 1 --head 2", "--head mean", "--head all"])
+def test_attention_becomes_a_figure(call, watched, tmp_path, typed):
+    pytest.importorskip("matplotlib")
+    line = f"plot attention {{run}} hi --output {{tmp}}/map.svg --target b --step 1 {typed}"
+    assert call(line) == (0, "", "")
+    assert watched == [("hi", "b")]
+    text = (tmp_path / "map.svg").read_text()
+    assert "<svg" in text
+
+
+def test_attention_becomes_a_page(call, tmp_path):
+    """With a real model: who looks at whom while "A" is written, and in the encoder."""
+    assert call("plot attention {run} red --target A --output {tmp}/map.html") == (0, "", "")
+    page = (tmp_path / "map.html").read_text()
+    assert '"encoder"' in page and '"cross"' in page and '"ko"' in page
+
+
+def test_positions_become_a_figure(call, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert call("plot positions --output {tmp}/map.png") == (0, "", "")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_become_curves(call, places, tmp_path):
+    pytest.importorskip("matplotlib")
+    run = make_tiny_run(tmp_path / "run", steps=())
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
+    assert call("plot curves {tmp}/run --output {tmp}/map.png") == (0, "", "")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+# A process of its own
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Without the second virtual device, and with a cache for what is compiled."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**os.environ, "XLA_FLAGS": "", "XDG_CACHE_HOME": cache}
+
+
+@contextlib.contextmanager
+def process(command, environment, **settings):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **{**pipes, **settings}) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_program_that_waits_for_each_answer_gets_it(places, environment, number, status):
+    """And a signal while there is nothing to do ends it at once, without a traceback."""
+    with process([*COMMAND, "translate", str(places["run"])], environment) as running:
+        for line in (b"the red house\n", b"\n"):
+            running.stdin.write(line)
+            running.stdin.flush()
+            assert running.stdout.readline().endswith(b"\n")
+        running.send_signal(number)
+        assert running.wait(timeout=60) == status
+        assert running.stderr.read() == b""
+        assert running.stdout.read() == b""
+    assert (Path(environment["XDG_CACHE_HOME"]) / "flaxformer_min" / "compiled").is_dir()
+
+
+def test_a_closed_pipe_ends_it_quietly(places, environment):
+    command = (
+        f"yes | {' '.join(COMMAND)} translate {places['run']} | head -n 1; echo ${{PIPESTATUS[1]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split("\n")[-2] == "141"
+    assert done.stdout.count("\n") == 2
+    assert done.stderr == ""
+
+
+def test_at_a_terminal_it_prompts_and_answers_line_by_line(places, environment):
+    ours, theirs = pty.openpty()
+    with process([*COMMAND, "translate", str(places["run"])], environment, stdin=theirs) as running:
+        os.write(ours, b"the red house\n")
+        assert running.stdout.readline().endswith(b"\n")
+        os.write(ours, b"\x04")  # Ctrl-D
+        assert running.wait(timeout=60) == 0
+        assert running.stderr.read() == b"> > "
+    os.close(ours)
+    os.close(theirs)

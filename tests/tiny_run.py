@@ -1,0 +1,75 @@
+"""A run folder as training leaves it, in a second: real tokenizers, parameters drawn at random."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
+from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.run_folder import RunFolder, fit_vocabulary
+from flaxformer_min.tokens import Batch, Tokens
+
+LINES = [f"the {color} house has {n} doors" for n in range(9) for color in ("red", "blue", "green")]
+"""What the tokenizers of a tiny run have seen."""
+
+
+def random_params(config: ModelConfig, seed: int = 0):
+    """Parameters of the right names and shapes; nothing is compiled for them."""
+    row = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), batch)["params"]
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0, 0.5, leaf.shape), leaf.dtype), shapes
+    )
+
+
+def make_tiny_run(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    steps: tuple[int, ...] = (1,),
+    lines: list[str] = LINES,
+    separate: bool = False,
+    data: DataConfig | None = None,
+    decoding: DecodingConfig | None = None,
+) -> Path:
+    """Make the run and return its folder.
+
+    seed:     of the parameters; each of `steps` has its own. Without steps there is no checkpoint.
+    lines:    the tokenizers are trained on these: equal lines, equal vocabulary.
+    separate: two vocabularies, the target's from the lines in reverse.
+    """
+    model = ModelConfig(
+        vocab_size=284,
+        source_vocab_size=284 if separate else None,
+        embeddings="separate" if separate else "shared",
+        num_layers=1,
+        d_model=16,
+        d_ff=16,
+        num_heads=2,
+    )
+    config = Config(
+        data=data or DataConfig(languages="en-ko"),
+        model=model,
+        decoding=decoding or DecodingConfig(beam_size=2, max_extra_tokens=4, batch_size=8),
+    )
+
+    def make_tokenizers(paths):
+        source, target = paths
+        train_tokenizer(lines, model.vocab_size, source)
+        if separate:
+            train_tokenizer([line[::-1] for line in lines], model.vocab_size, target)
+
+    run = RunFolder(folder)
+    tokenizers = run.begin(config, make_tokenizers)
+    checkpoints = run.open_checkpoints(config) if steps else None
+    for step in steps:
+        params = random_params(fit_vocabulary(model, tokenizers), seed + step)
+        checkpoints.save(step, {"params": params}, {})
+    if checkpoints is not None:
+        checkpoints.close()
+    return run.path
