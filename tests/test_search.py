@@ -136,6 +136,14 @@ def test_a_beam_of_one_takes_the_likeliest_token_until_it_is_eos(min_length):
         np.testing.assert_allclose(sampled.score, found.score, atol=1e-5)
 
 
+def test_a_beam_of_one_stops_at_its_first_eos():
+    """Also where going on would end better: ln 0.55 now, or ln 0.45 / (14 / 6) nine tokens long."""
+    table = jnp.broadcast_to(jnp.array([-9.0, -9, -9, -0.001, 0, -9]), (STATES, 6))
+    table = table.at[next_state(0, BOS), 3:5].set(jnp.log(jnp.array([0.55, 0.45])))
+    found = find(table, [0], [9], length_penalty=1.0)
+    assert listed(found, 0)[0] == [(EOS,)]
+
+
 def test_an_unlikely_eos_ends_nothing():
     """A beam of two drops the third likeliest continuation, also if that is EOS: kept, the empty
     sentence (0.01) would beat every other (at most 0.5 * 0.01)."""
@@ -257,6 +265,19 @@ def test_a_model_that_offers_nothing_finds_nothing(sampling, nothing):
     np.testing.assert_array_equal(found.ids[0], PAD)
     np.testing.assert_array_equal(found.score[0], -jnp.inf)
     assert len(listed(found, 1)[0]) == 2
+
+
+def test_a_hypothesis_that_is_not_a_number_takes_no_place_in_the_beam():
+    """NaN after the likeliest word: the others of its beam go on as if it were -inf."""
+    table, first = random_table(9), next_state(0, BOS)
+    after = next_state(first, 4 + int(table[first, 4:].argmax()))
+    settings = {"beam_size": 3, "n_best": 3, "min_length": 3}
+    broken, without = (
+        find(table.at[after].set(value), [0], [7], **settings) for value in (jnp.nan, -jnp.inf)
+    )
+    np.testing.assert_array_equal(broken.ids, without.ids)
+    np.testing.assert_array_equal(broken.score, without.score)
+    assert len(listed(without, 0)[0]) == 3
 
 
 PROBABILITIES = [0.0, 0.05, 0.2, 0.1, 0.4, 0.25]
