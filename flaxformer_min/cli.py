@@ -51,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
             except KeyboardInterrupt:
                 return stop.status or 130
     except BrokenPipeError:
-        # Python flushes stdout once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return CLOSED_PIPE
     except (ValueError, OSError, ImportError) as error:
+        _drop_stdout()
         print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -93,6 +93,14 @@ class Stop(StopRequest):
             self.patient = False
         if self:
             raise KeyboardInterrupt
+
+
+def _drop_stdout() -> None:
+    """Where it takes nothing more: Python flushes once more at its end, and would complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(error: Exception) -> str:
@@ -512,11 +520,12 @@ class Speed:
         """Begin now."""
         self._translator, self._since = translator, time.perf_counter()
         self.sentences = self.tokens = 0
-        self.seconds = 0.0
+        self.seconds, self.compilations = 0.0, 0
 
     def count(self, texts: list[str]) -> None:
         """Count these translations, EOS included."""
         self.seconds = time.perf_counter() - self._since
+        self.compilations = self._translator.compilations
         self.sentences += len(texts)
         self.tokens += sum(map(len, self._translator.target_tokenizer.encode_batch(texts)))
 
@@ -527,7 +536,7 @@ class Speed:
             "seconds": round(self.seconds, 3),
             "sentences_per_second": round(self.sentences / seconds, 2),
             "tokens_per_second": round(self.tokens / seconds, 2),
-            "compilations": self._translator.compilations,
+            "compilations": self.compilations,
             "device": _device(),
         }
 
@@ -537,7 +546,7 @@ class Speed:
         return (
             f"{self.sentences:,} sentences, {self.tokens:,} tokens in {self.seconds:.1f} s = "
             f"{self.sentences / seconds:,.1f} sentences/s, {self.tokens / seconds:,.1f} tokens/s "
-            f"on {_device()}; compilations, included: {self._translator.compilations}"
+            f"on {_device()}; compilations, included: {self.compilations}"
         )
 
 

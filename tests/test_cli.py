@@ -606,6 +606,14 @@ def test_a_closed_pipe_ends_it_quietly(places, environment):
     assert done.stderr == ""
 
 
+def test_a_full_disk_behind_stdout_is_told_once(places, environment):
+    """Python would flush once more at its end, and end with 120."""
+    command = f"echo a | {' '.join(COMMAND)} translate {places['run']} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "flaxformer-min: error: No space left on device\n"
+
+
 def test_at_a_terminal_it_prompts_and_answers_line_by_line(places, environment):
     ours, theirs = pty.openpty()
     with process([*COMMAND, "translate", str(places["run"])], environment, stdin=theirs) as running:
