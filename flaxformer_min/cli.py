@@ -110,6 +110,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _warn(message: Any) -> None:
+    """Tell it on stderr."""
     print(f"flaxformer-min: warning: {message}", file=sys.stderr)
 
 
@@ -341,11 +342,11 @@ class Lines:
     with a warning. At a terminal it prompts.
     """
 
-    def __init__(self, file: Any, name: str, stop: Stop, warn: Callable[[str], None] = _warn):
+    def __init__(self, file: Any, name: str, warn: Callable[[str], None] = _warn):
         """`name` is what to call it in warnings."""
         self.name, self.count = name, 0
         self.typed = os.isatty(file.fileno())
-        self._descriptor, self._stop, self._warn = file.fileno(), stop, warn
+        self._descriptor, self._warn = file.fileno(), warn
         self._lines: list[bytes] = []
         self._rest, self._ended = bytearray(), False
 
@@ -389,13 +390,13 @@ class Lines:
 
 
 @contextlib.contextmanager
-def open_lines(path: str | None, stop: Stop, warn: Callable = _warn) -> Iterator[Lines]:
+def open_lines(path: str | None, warn: Callable = _warn) -> Iterator[Lines]:
     """The lines of a file, or of stdin."""
     if path is None:
-        yield Lines(sys.stdin, "stdin", stop, warn)
+        yield Lines(sys.stdin, "stdin", warn)
     else:
         with open(path, "rb", buffering=0) as file:
-            yield Lines(file, path, stop, warn)
+            yield Lines(file, path, warn)
 
 
 def aligned(first: Lines, *others: Lines) -> Iterator[tuple[int, list[list[str]]]]:
@@ -420,12 +421,10 @@ def aligned(first: Lines, *others: Lines) -> Iterator[tuple[int, list[list[str]]
     raise ValueError(f"files must have the same number of lines; {' and '.join(counts)}.")
 
 
-def read_aligned(
-    *paths: str, stop: Stop, warn: Callable = _warn
-) -> Iterator[tuple[int, list[list[str]]]]:
+def read_aligned(*paths: str, warn: Callable = _warn) -> Iterator[tuple[int, list[list[str]]]]:
     """`aligned` for files by name."""
     with contextlib.ExitStack() as stack:
-        yield from aligned(*[stack.enter_context(open_lines(path, stop, warn)) for path in paths])
+        yield from aligned(*[stack.enter_context(open_lines(path, warn)) for path in paths])
 
 
 @contextlib.contextmanager
@@ -578,9 +577,9 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
     """Lines in, translations out."""
     _check_sampling(args)
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_lines(args.input, stop))]
+        files = [stack.enter_context(open_lines(args.input))]
         if args.prefix_file:
-            files.append(stack.enter_context(open_lines(args.prefix_file, stop)))
+            files.append(stack.enter_context(open_lines(args.prefix_file)))
         output = stack.enter_context(open_output(args.output))
         translator = load(args)
         options = search_options(args, translator)
@@ -646,11 +645,11 @@ def score(args: argparse.Namespace, stop: Stop) -> int:
     paths = (args.source, args.target)
     if all(os.path.isfile(path) for path in paths):
         # Before hours of scores of the wrong pairs.
-        for _ in read_aligned(*paths, stop=stop, warn=lambda message: None):
+        for _ in read_aligned(*paths, warn=lambda message: None):
             pass
     total, pairs, tokens = 0.0, 0, 0
     with open_output(None) as output, progress(None, not sys.stdout.isatty()) as told:
-        chunks = read_aligned(*paths, stop=stop)
+        chunks = read_aligned(*paths)
         first = next(chunks, None)
         translator = load(args)
         for number, sides in itertools.chain([first] if first else [], chunks):
@@ -689,7 +688,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     from flaxformer_min import evaluation
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as kept:
-        data, languages, pairs = _test_set(args, stop)
+        data, languages, pairs = _test_set(args)
         target = languages.partition("-")[2]
         tokenize = args.tokenize or evaluation.default_tokenize(target)
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # fails before the work, not after it
@@ -728,7 +727,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     return 0
 
 
-def _test_set(args: argparse.Namespace, stop: Stop) -> tuple[str, str, list[tuple[str, str]]]:
+def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
     """What it is called, its languages, its pairs."""
     from flaxformer_min.data.corpus import read_pairs
     from flaxformer_min.run_folder import RunFolder
@@ -742,7 +741,7 @@ def _test_set(args: argparse.Namespace, stop: Stop) -> tuple[str, str, list[tupl
         return f"{split} of {data.corpus}", data.languages, pairs
     if args.split is not None:
         raise ValueError("--split is of the run's own corpus; leave it out beside --source.")
-    chunks = read_aligned(args.source, args.reference, stop=stop)
+    chunks = read_aligned(args.source, args.reference)
     pairs = [pair for _, sides in chunks for pair in zip(*sides, strict=True)]
     return f"{args.source} and {args.reference}", data.languages, pairs
 
