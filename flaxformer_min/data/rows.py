@@ -130,7 +130,7 @@ def _write(pairs, tokenizers, row_lengths, folder: Path) -> None:
     lengths: list[list[np.ndarray]] = [[], []]
     with open(folder / "source.bin", "wb") as source, open(folder / "target.bin", "wb") as target:
         for start in range(0, len(pairs), CHUNK):
-            texts = [pairs[i] for i in range(start, min(start + CHUNK, len(pairs)))]
+            texts = pairs[start : start + CHUNK]
             full = [pair for pair in texts if pair[0].strip() and pair[1].strip()]
             sides = [
                 tokenizer.encode_batch([pair[side] for pair in full])

@@ -1,0 +1,172 @@
+"""Loss, schedule and step: what one update does, and that devices do not matter to it."""
+
+import json
+import math
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_min.config import ModelConfig, TrainingConfig
+from flaxformer_min.data.rows import split_over_devices
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
+from flaxformer_min.training.schedule import learning_rate
+from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def loss_curve(devices, accumulation=1, steps=50):
+    script = [sys.executable, "tests/loss_curve.py", *map(str, (devices, accumulation, steps))]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_many_devices_learn_what_one_learns(devices):
+    """Uneven token counts included: sums are divided once, by the global number of tokens."""
+    one, many = loss_curve(1), loss_curve(devices)
+    assert (one["devices"], many["devices"]) == (1, devices)
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+    assert one["loss"][-1] < one["loss"][0] - 0.5
+
+
+@pytest.mark.parametrize("devices, accumulation", [(1, 4), (2, 2)])
+def test_accumulated_batches_make_the_step_of_one_large_batch(devices, accumulation):
+    one, accumulated = loss_curve(1), loss_curve(devices, accumulation)
+    np.testing.assert_allclose(accumulated["loss"], one["loss"], rtol=1e-5)
+    np.testing.assert_allclose(accumulated["params"], one["params"], rtol=1e-4)
+
+
+def test_smoothed_cross_entropy_is_the_mean_over_the_smoothed_truth():
+    """Section 5.4, from its definition: -Σ q log p with q = (1 - ε) one-hot + ε / vocab."""
+    logits, label, smoothing = [0.3, -1.0, 2.0, 0.0], 2, 0.1
+    total = sum(math.exp(x) for x in logits)
+    expected = 0.0
+    for word, x in enumerate(logits):
+        q = smoothing / 4 + (1 - smoothing if word == label else 0.0)
+        expected -= q * math.log(math.exp(x) / total)
+    actual = smoothed_cross_entropy(jnp.array(logits), jnp.int32(label), smoothing)
+    assert float(actual) == pytest.approx(expected, rel=1e-6)
+
+
+def test_padding_counts_for_nothing_in_the_sums():
+    rng = np.random.default_rng(0)
+    logits = jnp.array(rng.normal(size=(2, 3, 5)), jnp.float32)
+    labels, real = jnp.array([[1, 2, 0], [3, 0, 0]]), jnp.array([[1, 1, 0], [2, 0, 0]])
+    sums = sum_over_tokens(logits, labels, real, 0.0)
+    by_hand = [
+        -float(jax.nn.log_softmax(logits[i, j])[labels[i, j]]) for i, j in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert float(sums.tokens) == 3
+    assert float(sums.negative_log_likelihood) == pytest.approx(sum(by_hand), rel=1e-5)
+    assert float(sum_over_tokens(logits.at[:, 2].set(jnp.nan), labels, real, 0.0).loss) > 0
+
+
+def test_the_learning_rate_is_equation_3():
+    """Section 5.3, evaluated by hand for d_model 512 and 4,000 steps of warm-up."""
+    rate = learning_rate(512, TrainingConfig(warmup_steps=4000, learning_rate_scale=2.0))
+    for step in (1, 100, 4000, 4001, 100_000):
+        expected = 2 * 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert float(rate(step - 1)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_cooldown_ends_near_zero_and_leaves_the_rest_alone():
+    plain = learning_rate(64, TrainingConfig(steps=100, warmup_steps=10))
+    cooled = learning_rate(64, TrainingConfig(steps=100, warmup_steps=10, cooldown_steps=20))
+    assert float(cooled(79)) == float(plain(79))
+    assert float(cooled(89)) == pytest.approx(float(plain(89)) * 11 / 21, rel=1e-5)
+    assert 0 < float(cooled(99)) < float(plain(99)) / 15
+
+
+@pytest.fixture(scope="module")
+def learner():
+    config = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
+    model = Transformer(config)
+    training = TrainingConfig(warmup_steps=5)
+    return model, training, make_train_step(model, training)
+
+
+def two_rows():
+    ids = np.array([[5, 6, 3, 0], [7, 8, 9, 3]], np.int32)
+    tokens = jax.tree.map(np.asarray, one_sentence_per_row(jnp.array(ids)))
+    return split_over_devices(Batch(tokens, tokens), 2)
+
+
+def test_a_step_is_the_same_for_the_same_state_and_differs_by_step(learner):
+    model, training, step = learner
+    losses = []
+    for start in (0, 0, 1):
+        state = init_state(model, training)._replace(step=jnp.int32(start))
+        losses.append(float(step(state, two_rows())[1]["loss"]))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_devices_draw_different_dropout(learner):
+    """The same row on both devices: with one mask for both, its share would simply double."""
+    model, training, step = learner
+    tokens = two_rows().source
+    same = jax.tree.map(lambda column: jnp.stack([column[1], column[1]]), tokens)
+    state = init_state(model, training)
+    key = jax.random.fold_in(state.key, 0)
+    logits = [
+        model.apply(
+            {"params": state.params},
+            jax.tree.map(lambda column: column[0, 0], Batch(same, same)),
+            rngs={"dropout": jax.random.fold_in(key, device)},
+        )
+        for device in (0, 1)
+    ]
+    sums = [
+        sum_over_tokens(each, same.ids[0, 0], same.segments[0, 0], training.label_smoothing)
+        for each in logits
+    ]
+    assert float(sums[0].loss) != pytest.approx(float(sums[1].loss), rel=1e-3)
+    expected = float(sums[0].loss + sums[1].loss) / 8
+    loss = float(step(state, Batch(same, same))[1]["loss"])
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
+    model, training, step = learner
+    broken = init_state(model, training)
+    table = broken.params["embedding"]["table"].at[5, 0].set(jnp.nan)
+    broken = broken._replace(params={**broken.params, "embedding": {"table": table}})
+    before = jax.device_get(broken.params), jax.device_get(broken.opt_state)
+    after, metrics = step(broken, two_rows())
+    assert float(metrics["skipped"]) == 1
+    assert int(after.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after[1:3]))
+
+
+def test_clipping_bounds_what_adam_sees():
+    model = Transformer(ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2))
+    config = TrainingConfig(warmup_steps=5, clip_norm=1e-3)
+    state = init_state(model, config)
+    state, metrics = make_train_step(model, config)(state, two_rows())
+    assert float(metrics["gradient_norm"]) > 1e-2
+    first_moment = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    half = first_moment[: len(first_moment) // 2]
+    norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in half))
+    assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_validation_has_no_dropout_and_no_smoothing(learner):
+    model, training, _ = learner
+    params, batch = init_state(model, training).params, two_rows()
+    sums = make_eval_step(model)(params, batch)
+    rows = jax.tree.map(lambda column: column.reshape(2, 4), batch)
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, rows))
+    expected = -sum(
+        float(log_probs[i, j, rows.target.ids[i, j]]) for i in (0, 1) for j in range(3 + i)
+    )
+    assert float(sums.loss) == pytest.approx(expected, rel=1e-5)
+    assert float(sums.tokens) == 7
