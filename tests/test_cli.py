@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tiny_run import make_tiny_run
 
-from flaxformer_min import cli
+from flaxformer_min import cli, plots
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding.search import Sampling
 from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
@@ -226,7 +226,7 @@ ERRORS = [
     ("evaluate {run} --tokenize moses", "one of .*13a.*; got 'moses'"),
     ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf, .html"),
     ("plot attention {run} hi --output {tmp}/map.html --layer 1", "a page shows all layers"),
-    ("plot attention {run} hi --output {tmp}/map.png --layer 2", "--layer must be at most 1"),
+    ("plot attention {run} hi --output {tmp}/map.png --layer 3", "--layer must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head 3", "--head must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head x", "must be mean, all or the number"),
     ("plot attention {run} hi", "required: --output"),
@@ -247,7 +247,7 @@ def test_a_mistake_is_one_sentence_and_status_2(call, watched, line, message):
 @pytest.fixture
 def watched(monkeypatch):
     """Attention without a model."""
-    weights = np.full((1, 2, 2, 2), 0.5)
+    weights = np.arange(16).reshape(2, 2, 2, 2) / 16
     tokens = (["a", "</s>"], ["b", "</s>"], ["<s>", "b"])
     attention = Attention(weights, weights, weights, *tokens)
     asked = []
@@ -357,7 +357,6 @@ def test_json_knows_no_infinity(call, monkeypatch):
 def test_input_and_output_may_be_files_and_one_file(call, mirror, tmp_path):
     file = tmp_path / "text"
     file.write_text("ab\n")
-    file.chmod(0o640)
     status, out, _ = call("translate {run} --input {tmp}/text --output {tmp}/text")
     assert (status, out, file.read_text()) == (0, "", "ba\n")
 
@@ -536,6 +535,25 @@ def test_attention_becomes_a_figure(call, watched, tmp_path, typed):
     assert watched == [("hi", "b")]
     text = (tmp_path / "map.svg").read_text()
     assert "<svg" in text
+
+
+@pytest.mark.parametrize(
+    "typed, top_left",
+    [
+        ("", [8, 12]),
+        ("--layer 1", [0, 4]),
+        ("--layer 1 --head 2", 4),
+        ("--head mean", 10),
+        ("--head all", [8, 12]),
+    ],
+)
+def test_a_figure_shows_the_layer_and_head_asked_for(call, watched, monkeypatch, typed, top_left):
+    """By default all heads of the highest layer."""
+    shown = []
+    monkeypatch.setattr(plots, "attention_figure", lambda weights, *_, title: shown.append(weights))
+    monkeypatch.setattr(plots, "save", lambda figure, path: None)
+    assert call(f"plot attention {{run}} hi --output {{tmp}}/map.png {typed}")[0] == 0
+    assert (shown[0][..., 0, 0] * 16).tolist() == top_left
 
 
 def test_attention_becomes_a_page(call, tmp_path):
