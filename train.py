@@ -70,9 +70,10 @@ def main(arguments: list[str]) -> int:
     """Train, then score the test set; returns the exit status."""
     try:
         settings = read_arguments(arguments)
-        run = RunFolder(settings.workdir)
-        run.lock()
-        return work(run, Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config))))
+        with RunFolder(settings.workdir).locked() as run:
+            return work(
+                run, Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config)))
+            )
     except (ValueError, OSError, RuntimeError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

@@ -1,29 +1,62 @@
 """The encoder-decoder Transformer of "Attention Is All You Need" in JAX and Flax."""
 
-from flaxformer_min.config import (
-    Config,
-    DataConfig,
-    DecodingConfig,
-    ModelConfig,
-    TrainingConfig,
-)
-from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.model.attention import (
-    KeyValue,
-    attention_weights,
-    batched_scaled_dot_product_attention,
-    scaled_dot_product_attention,
-)
-from flaxformer_min.model.decoder import Decoder, DecoderLayer
-from flaxformer_min.model.encoder import Encoder, EncoderLayer
-from flaxformer_min.model.feed_forward import FeedForward
-from flaxformer_min.model.masks import look_ahead_mask, padding_mask, segment_mask
-from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.model.positions import sinusoidal_encoding
-from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row, shift_right
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flaxformer_min.config import (
+        Config,
+        DataConfig,
+        DecodingConfig,
+        ModelConfig,
+        TrainingConfig,
+    )
+    from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.model.attention import (
+        KeyValue,
+        attention_weights,
+        batched_scaled_dot_product_attention,
+        scaled_dot_product_attention,
+    )
+    from flaxformer_min.model.decoder import Decoder, DecoderLayer
+    from flaxformer_min.model.encoder import Encoder, EncoderLayer
+    from flaxformer_min.model.feed_forward import FeedForward
+    from flaxformer_min.model.masks import look_ahead_mask, padding_mask, segment_mask
+    from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+    from flaxformer_min.model.positions import sinusoidal_encoding
+    from flaxformer_min.model.transformer import Transformer
+    from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row, shift_right
 
 __version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Batch": "tokens",
+    "Config": "config",
+    "DataConfig": "config",
+    "Decoder": "model.decoder",
+    "DecoderLayer": "model.decoder",
+    "DecodingConfig": "config",
+    "Encoder": "model.encoder",
+    "EncoderLayer": "model.encoder",
+    "FeedForward": "model.feed_forward",
+    "KeyValue": "model.attention",
+    "ModelConfig": "config",
+    "MultiHeadAttention": "model.multi_head_attention",
+    "Tokens": "tokens",
+    "TrainingConfig": "config",
+    "Transformer": "model.transformer",
+    "Translator": "decoding.translator",
+    "attention_weights": "model.attention",
+    "batched_scaled_dot_product_attention": "model.attention",
+    "look_ahead_mask": "model.masks",
+    "one_sentence_per_row": "tokens",
+    "padding_mask": "model.masks",
+    "scaled_dot_product_attention": "model.attention",
+    "segment_mask": "model.masks",
+    "shift_right": "tokens",
+    "sinusoidal_encoding": "model.positions",
+}
+"""Imported when they are asked for: `flaxformer-min --help` does not wait for jax."""
 
 __all__ = [
     "Batch",
@@ -52,3 +85,10 @@ __all__ = [
     "shift_right",
     "sinusoidal_encoding",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module that it lives in."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

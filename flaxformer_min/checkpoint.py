@@ -18,9 +18,15 @@ import numpy as np
 
 PyTree = Any
 
-logging.getLogger("absl").addFilter(  # Orbax repeats, as warnings, the options it was given
-    lambda record: "read_only" not in record.getMessage() and "read only" not in record.getMessage()
-)
+EXPECTED = ("read_only", "read only", "tracked_metric")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Orbax warns of the options it was given; its other warnings pass."""
+    return not any(word in record.getMessage() for word in EXPECTED)
+
+
+logging.getLogger("absl").addFilter(_is_news)
 
 
 def checksum(tree: PyTree) -> str:
@@ -82,7 +88,8 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        meta = {**meta, "checksums": {name: checksum(tree) for name, tree in state.items()}}
+        checksums = {name: checksum(tree) for name, tree in state.items()}
+        meta = {**meta, "step": step, "checksums": checksums}
         meta["checksum"] = _meta_checksum(meta)
         self._manager.save(
             step,
@@ -116,11 +123,11 @@ class Checkpoints:
                 f"no checkpoint in {self.folder} is whole; tried {', '.join(map(str, steps))}. "
                 "Copy one back from elsewhere, or start in another folder."
             )
-        for step in damaged:
+        for name in map(str, damaged):
             shelter = self.folder.parent / "damaged"
             shelter.mkdir(exist_ok=True)
-            shutil.rmtree(shelter / str(step), ignore_errors=True)
-            shutil.move(self.folder / str(step), shelter / str(step))
+            shutil.rmtree(shelter / name, ignore_errors=True)
+            shutil.move(self.folder / name, shelter / name)
         if damaged:
             self._manager.reload()
         return None if found is None else (step, *found)
@@ -192,6 +199,8 @@ def _restore(manager, step: int, like: dict[str, PyTree], ocp, partial: bool = F
     expected = meta.pop("checksum", None)
     if expected != _meta_checksum(meta):
         raise ValueError("the checksum of its description does not hold")
+    if meta["step"] != step:
+        raise ValueError(f"it is that of step {meta['step']}, under another name")
     wrong = [name for name in like if checksum(state[name]) != meta["checksums"].get(name)]
     if wrong:
         raise ValueError(f"the checksum of {', '.join(wrong)} does not hold")

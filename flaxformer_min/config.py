@@ -305,7 +305,7 @@ class Config:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} must be JSON; {error}.") from error
-        if not isinstance(content, dict) or not isinstance(content.get("format_version"), int):
+        if not isinstance(content, dict) or type(content.get("format_version")) is not int:
             raise ValueError(f"{where} must hold a format_version; it is no flaxformer_min config.")
         version = content.pop("format_version")
         if version > FORMAT_VERSION:

@@ -8,11 +8,12 @@ tensorboard/              the same as TensorBoard events
 lock                      held by the process that trains
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
-        self._lock: int | None = None
 
     @property
     def exists(self) -> bool:
@@ -101,30 +101,26 @@ class RunFolder:
         """The checkpoints, for writing."""
         return Checkpoints(self.checkpoints, config.training.keep_checkpoints)
 
-    def lock(self) -> None:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator["RunFolder"]:
         """Hold the run for this process. The system lets go when the process ends, however.
 
         Raises ValueError when another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._lock, 20).decode(errors="replace").strip()
-            self.unlock()
-            raise ValueError(
-                f"one process trains a run at a time; process {holder} holds {self.path}. "
-                "End it first, or choose another --workdir."
-            ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-
-    def unlock(self) -> None:
-        """Let another process train it."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        with open(self.path / "lock", "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                raise ValueError(
+                    "one process trains a run at a time; process "
+                    f"{file.read(20).strip()} holds {self.path}. End it first, or choose another "
+                    "--workdir."
+                ) from error
+            file.truncate(0)
+            print(os.getpid(), file=file, flush=True)
+            yield self
 
     def _check_same(self, config: Config) -> None:
         differing = differences(self.config(), config)

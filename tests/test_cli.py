@@ -19,6 +19,7 @@ import pytest
 from tiny_run import make_tiny_run
 
 from flaxformer_min import cli, plots
+from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding.search import Sampling
 from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
@@ -124,7 +125,7 @@ def options_of(parser, command="flaxformer-min"):
             yield command, action
 
 
-OPTIONS = list(options_of(cli.make_parser()))
+OPTIONS = list(options_of(make_parser()))
 
 
 @pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))

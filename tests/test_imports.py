@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "evaluation": set(),
     "plots": set(),
     "run_folder": {"config", "tokens", "model", "data", "tools"},
-    "cli": PARTS | {"run_folder", "tools"},
+    "cli": PARTS | {"cli", "run_folder", "tools"},
     "__main__": {"cli"},
     "__init__": PARTS | {"run_folder", "tools"},
     "tools": set(),

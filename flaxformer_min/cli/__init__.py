@@ -1,0 +1,69 @@
+"""The command `flaxformer-min`: translate, score, evaluate and plot with a run that was trained.
+
+What comes out is line-aligned with what went in, and streams: a million lines never lie in memory.
+A user's mistake is one sentence on stderr and status 2. Heavy imports wait until they are needed,
+so that `--help` is there at once.
+"""
+
+import os
+import sys
+
+from flaxformer_min.cli.arguments import make_parser
+from flaxformer_min.cli.lines import Stop
+
+CLOSED_PIPE = 141
+"""The status of a program that a closed pipe ends, as a shell sees it: 128 + SIGPIPE."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status; `argv` None: what the shell gave.
+
+    0 when all is done, 2 for a mistake of the user, 130 and 143 after Ctrl-C and SIGTERM, 141 when
+    the reader of a pipe has gone.
+    """
+    try:
+        with Stop() as stop:
+            try:
+                args = make_parser().parse_args(argv)
+                if argv is None:
+                    _keep_compiled_programs()
+                return args.command(args, stop)
+            except KeyboardInterrupt:
+                return stop.status or 130
+    except BrokenPipeError:
+        _drop_stdout()
+        return CLOSED_PIPE
+    except (ValueError, OSError, ImportError) as error:
+        _drop_stdout()
+        print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "flaxformer-min: error: the device has not enough memory for this; choose a smaller "
+            "--batch-size, --beam-size or --max-extra-tokens.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _drop_stdout() -> None:
+    """Where it takes nothing more: Python flushes once more at its end, and would complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _keep_compiled_programs() -> None:
+    from flaxformer_min.data.corpus import cache_folder
+    from flaxformer_min.devices import keep_compiled_programs
+
+    keep_compiled_programs(cache_folder())

@@ -1,0 +1,103 @@
+"""`plot`: pictures of a model and of its training."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flaxformer_min.cli.commands import load
+from flaxformer_min.cli.lines import Stop, open_output, warn_user
+
+FIGURES = (".png", ".svg", ".pdf")
+
+
+def plot_attention(args: argparse.Namespace, stop: Stop) -> int:
+    """A figure of one layer, or the page of all."""
+    page = Path(args.output).suffix.lower() == ".html"
+    _check_suffix(args.output, (*FIGURES, ".html"))
+    if page and (args.layer or args.head):
+        raise ValueError("a page shows all layers and heads; leave out --layer and --head.")
+    translator = load(args)
+    attention = translator.attention(args.sentence, args.target)
+    if page:
+        _save_page(args, attention)
+    else:
+        _save_figure(args.output, lambda plots: _attention_figure(plots, args, attention))
+    return 0
+
+
+def _attention_figure(plots: Any, args: argparse.Namespace, attention: Any) -> Any:
+    layers, heads = attention.cross.shape[:2]
+    layer, head = args.layer or layers, args.head or "all"
+    for flag, number, most in (("layer", layer, layers), ("head", head, heads)):
+        if isinstance(number, int) and number > most:
+            raise ValueError(f"--{flag} must be at most {most}, as the model has; got {number}.")
+    weights = attention.cross[layer - 1]
+    if head != "all":
+        weights = weights.mean(0) if head == "mean" else weights[head - 1]
+    which = {"all": "", "mean": ", mean of all heads"}.get(head, f", head {head}")
+    tokens = (attention.source_tokens, attention.target_tokens)
+    return plots.attention_figure(weights, *tokens, title=f"layer {layer} of {layers}{which}")
+
+
+def _save_page(args: argparse.Namespace, attention: Any) -> None:
+    from flaxformer_min import plots
+    from flaxformer_min.run_folder import RunFolder
+
+    source, _, target = RunFolder(args.runs[0]).config().data.languages.partition("-")
+    # The decoder's own attention looks at what was read, BOS first, which the page cannot name.
+    page = plots.attention_page(
+        {"cross": attention.cross, "encoder": attention.encoder},
+        attention.source_tokens,
+        attention.target_tokens,
+        source_language=source.replace("_", "-"),
+        target_language=target.replace("_", "-"),
+    )
+    with open_output(args.output) as output:
+        output.write(page.encode())
+
+
+def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
+    """The encoding of 100 positions by 128 numbers."""
+    _check_suffix(args.output, FIGURES)
+    import jax.numpy as jnp
+
+    from flaxformer_min.model.positions import sinusoidal_encoding
+
+    both = [
+        sinusoidal_encoding(jnp.arange(100), 128, layout) for layout in ("interleaved", "halves")
+    ]
+    _save_figure(args.output, lambda plots: plots.positions_figure(*both))
+    return 0
+
+
+def plot_curves(args: argparse.Namespace, stop: Stop) -> int:
+    """Loss, BLEU, learning rate and speed by step."""
+    _check_suffix(args.output, FIGURES)
+    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.training.metrics import read_metrics
+
+    run = RunFolder(args.runs[0])
+    run.config()
+    records = read_metrics(run.metrics)
+    if not records:
+        raise ValueError(f"{run.path} has no metrics yet. Train it until it has logged some.")
+    _save_figure(args.output, lambda plots: plots.curves_figure(records))
+    return 0
+
+
+def _check_suffix(path: str, known: tuple[str, ...]) -> None:
+    if Path(path).suffix.lower() not in known:
+        raise ValueError(f"--output must end in {', '.join(known)}; got {path!r}.")
+
+
+def _save_figure(path: str, draw: Callable[[Any], Any]) -> None:
+    import warnings
+
+    from flaxformer_min import plots
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        plots.save(draw(plots), path)
+    for warning in said:
+        warn_user(warning.message)

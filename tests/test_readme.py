@@ -1,0 +1,70 @@
+"""The README is true: its Python runs, its commands and files exist."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import make_tiny_run
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_the_python_of_the_readme_runs(number, tmp_path, monkeypatch):
+    make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(PYTHON[number], f"README.md, example {number + 1}", "exec"), {})
+
+
+def test_there_is_an_example_for_each_who_writes_python():
+    assert len(PYTHON) >= 2
+
+
+def test_every_file_the_readme_names_is_there():
+    names = re.findall(r"\]\(([^)#:]+)\)", README)
+    names += re.findall(r"configs/\w+\.py", README)
+    names += ["flaxformer_min/model/" + n for n in re.findall(r"`(\w+\.py)`", README.split("## The way")[0])
+              if (ROOT / "flaxformer_min" / "model" / n).exists()]  # fmt: skip
+    assert len(names) > 8
+    for name in names:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_box_of_figure_1_has_its_file_in_the_readme():
+    files = {path.name for path in (ROOT / "flaxformer_min" / "model").glob("*.py")}
+    table = README.split("## Figure 1")[1].split("## ")[0]
+    assert files - {"__init__.py"} == set(re.findall(r"`(\w+\.py)`", table))
+
+
+def test_every_command_of_the_readme_is_one():
+    commands = re.findall(r"flaxformer-min (\w+)", README)
+    assert {"translate", "score", "evaluate", "plot"} == set(commands)
+    for command in set(commands):
+        done = subprocess.run(
+            [sys.executable, "-m", "flaxformer_min", command, "--help"], capture_output=True
+        )
+        assert done.returncode == 0
+
+
+def test_public_names_import_in_a_fresh_interpreter():
+    names = (
+        "Transformer, ModelConfig, Translator, scaled_dot_product_attention, padding_mask, "
+        "look_ahead_mask, sinusoidal_encoding"
+    )
+    script = (
+        f"from flaxformer_min import {names}; import sys; assert 'tensorflow' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_script_is_installed_beside_the_interpreter():
+    if shutil.which("flaxformer-min") is None:
+        pytest.skip("flaxformer-min is not installed: pip install -e .")
+    done = subprocess.run(["flaxformer-min", "--help"], capture_output=True, text=True)
+    assert "translate" in done.stdout
