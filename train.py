@@ -39,6 +39,7 @@ from flaxformer_min.training.loop import train
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
+STARTED = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
 say = tqdm.write
 
@@ -261,7 +262,7 @@ def fit(
     try:
         return train(
             state,
-            make_train_step(model, config.training),
+            timing_the_first(make_train_step(model, config.training)),
             rows,
             lambda batch: split_over_devices(batch, devices, accumulation),
             config.training,
@@ -274,6 +275,22 @@ def fit(
         )
     finally:
         log.close()
+
+
+def timing_the_first(train_step: Callable) -> Callable:
+    """The same step; the first one says how long the start took, compiling included."""
+    waiting = True
+
+    def step(state: TrainState, batch: Any) -> Any:
+        nonlocal waiting
+        result = train_step(state, batch)
+        if waiting:
+            jax.block_until_ready(result)
+            say(f"The first step is done {time.perf_counter() - STARTED:.1f} s after the start.")
+            waiting = False
+        return result
+
+    return step
 
 
 def score_test_set(run: RunFolder, config: Config) -> None:

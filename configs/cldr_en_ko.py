@@ -1,22 +1,36 @@
-"""English phrases into Korean, from the embedded CLDR corpus: the default, for a laptop."""
+"""English phrases into Korean, from the embedded CLDR corpus: the default, for a CPU.
 
-from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
+50,000 phrases for training, 1,000 each for validation and test. A small pre-norm model without
+dropout and label smoothing: the corpus is exact, so there is nothing to smooth over.
+"""
+
+from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 
 config = Config(
     data=DataConfig(
-        corpus="cldr:en-ko", source_row_length=64, target_row_length=64, rows_per_batch=32
+        corpus="cldr:en-ko",
+        source_row_length=40,
+        target_row_length=44,
+        rows_per_batch=24,
     ),
     model=ModelConfig(
-        vocab_size=2000, num_layers=3, d_model=128, d_ff=512, num_heads=4, dropout=0.0, norm="pre"
+        vocab_size=1_500,
+        num_layers=2,
+        d_model=128,
+        d_ff=512,
+        num_heads=4,
+        dropout=0.0,
+        norm="pre",
     ),
     training=TrainingConfig(
-        steps=1500,
+        steps=1_300,
         warmup_steps=150,
-        learning_rate_scale=1.0,
-        cooldown_steps=500,
+        cooldown_steps=650,
         label_smoothing=0.0,
-        validate_every=500,
-        save_every=500,
+        log_every=100,
+        validate_every=650,
+        save_every=650,
         validation_sentences=100,
     ),
+    decoding=DecodingConfig(beam_size=4, length_penalty=0.6),
 )

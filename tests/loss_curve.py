@@ -7,9 +7,10 @@ import json
 import os
 import sys
 
-DEVICES, ACCUMULATION, STEPS = map(int, sys.argv[1:])
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+if __name__ == "__main__":  # before jax is imported
+    DEVICES, ACCUMULATION, STEPS = map(int, sys.argv[1:])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax
 import numpy as np

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import LINES, make_tiny_run
+from tiny_run import LINES, make_tiny_run, random_params
 
-from flaxformer_min.config import DecodingConfig
+from flaxformer_min.config import DecodingConfig, ModelConfig
 from flaxformer_min.decoding.search import Sampling
 from flaxformer_min.decoding.translator import LENGTHS, Translator
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
 HERE = Path(__file__).parent
 
@@ -110,21 +110,34 @@ def test_empty_lines_stay_empty_and_in_place(translator):
     assert len(found) == 4
 
 
-def test_the_score_of_a_hypothesis_is_the_beams_own(translator):
-    """EOS included. Only texts that are cut into the same pieces again can be compared."""
-    lines = mixed_lines(40)
-    compared = 0
-    for line, hypotheses in zip(
-        lines, translator.hypotheses(lines, translator.options(n_best=2)), strict=True
-    ):
-        for each in hypotheses:
-            (scored,) = translator.score([(line, each.text)])
-            length = len(scored.tokens)
-            penalty = ((5 + length) / 6) ** 0.6
-            if abs(each.log_prob / penalty - each.score) < 1e-6 and "�" not in each.text:
-                compared += 1
-                assert scored.log_prob == pytest.approx(each.log_prob, abs=1e-4)
-    assert compared >= 3
+class Letters:
+    """A tokenizer that cuts a text into the same pieces again: one a letter."""
+
+    def encode_batch(self, texts):
+        return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
+
+    def decode(self, ids):
+        return "".join(chr(i + 61) for i in ids if i > EOS)
+
+    def pieces(self, ids):
+        return [chr(i + 61) for i in ids]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_the_score_of_a_hypothesis_is_the_beams_own(alpha):
+    """EOS included, and the length penalty of Wu et al. 2016 over all tokens."""
+    config = ModelConfig(vocab_size=30, num_layers=1, d_model=16, d_ff=16, num_heads=2)
+    translator = Translator([config], [random_params(config)], (Letters(), Letters()))
+    lines = ["ABC", "ABCDEFGHIJ", "F"]
+    options = translator.options(n_best=3, length_penalty=alpha, max_extra_tokens=5)
+    found = translator.hypotheses(lines, options)
+    pairs = [(line, each.text) for line, best in zip(lines, found, strict=True) for each in best]
+    expected = [each for best in found for each in best]
+    assert len(pairs) == 9
+    for scored, each in zip(translator.score(pairs), expected, strict=True):
+        assert scored.log_prob == pytest.approx(each.log_prob, abs=1e-4)
+        penalty = ((5 + len(each.text) + 1) / 6) ** alpha
+        assert each.score == pytest.approx(each.log_prob / penalty, abs=1e-4)
 
 
 def test_scores_are_those_of_teacher_forcing_token_by_token(run, translator):
@@ -180,7 +193,7 @@ def test_an_over_long_line_is_cut_and_named(run):
     warnings = []
     translator.decoding = DecodingConfig(beam_size=1, max_extra_tokens=1, batch_size=1)
     long = " ".join(LINES * 30)
-    cut = translator._cut([[5] * (LENGTHS[-1] + 1), [5, 3]], 7, warnings.append)
+    cut = translator._cut([[5] * (LENGTHS[-1] + 1), [5, 3]], "line", 7, warnings.append)
     assert [len(ids) for ids in cut] == [LENGTHS[-1], 2]
     assert cut[0][-1] == 3
     assert warnings == ["line 7 has 1,025 tokens; only its first 1,023 are read."]

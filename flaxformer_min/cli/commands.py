@@ -118,7 +118,7 @@ def _finite(value: float) -> float | None:
 def perplexity(log_prob: float, tokens: int) -> float:
     """Of tokens that together have this log-probability.
 
-    >>> perplexity(2 * math.log(1 / 8), tokens=2)
+    >>> round(perplexity(2 * math.log(1 / 8), tokens=2), 6)
     8.0
     """
     mean = -log_prob / tokens

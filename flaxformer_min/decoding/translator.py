@@ -91,6 +91,20 @@ class Translator:
     All devices of this machine are used. What is said of a line does not depend on the lines beside
     it. `compilations` counts the programs compiled so far, `steps` names the checkpoints it was
     loaded from.
+
+    Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model that knows
+    the ten digits answers with digits, and leaves an empty line empty:
+
+    >>> class Digits:
+    ...     encode_batch = lambda self, texts: [[*(4 + int(c) for c in t), EOS] for t in texts]
+    ...     decode = lambda self, ids: "".join(str(i - 4) for i in ids if i > EOS)
+    >>> config = ModelConfig(vocab_size=14, num_layers=1, d_model=8, d_ff=8, num_heads=2)
+    >>> batch = Batch(*(one_sentence_per_row(jnp.array([[4, EOS]])),) * 2)
+    >>> params = Transformer(config).init(jax.random.key(0), batch)["params"]
+    >>> translator = Translator([config], [params], (Digits(), Digits()))
+    >>> number, empty = translator.translate(["12", ""], beam_size=1, max_extra_tokens=4)
+    >>> number.isdigit(), empty
+    (True, '')
     """
 
     def __init__(

@@ -1,0 +1,52 @@
+"""The machine: what it is said to be, and where compiled programs go."""
+
+from pathlib import Path
+
+import jax
+
+from flaxformer_min import devices
+
+
+def test_the_devices_in_use_are_counted():
+    assert devices.describe().startswith("2 cpu devices")
+
+
+def test_a_gpu_that_jax_does_not_use_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
+    text = devices.describe()
+    assert "/dev/nvidia0" in text
+    assert "pip install 'flaxformer_min[cuda]'" in text
+
+
+def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
+    assert "nvidia" not in devices.describe()
+
+
+def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, tmp_path):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    devices.keep_compiled_programs(tmp_path)
+    assert updates == {}, "the tests have a place of their own"
+    monkeypatch.setattr(devices, "jax", type("jax", (), {"config": Config(updates)}))
+    devices.keep_compiled_programs(tmp_path)
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
+
+
+class Config:
+    """jax.config where nothing was chosen."""
+
+    jax_compilation_cache_dir = None
+
+    def __init__(self, updates):
+        self.update = updates.__setitem__
+
+
+def test_a_compile_clock_counts_programs():
+    clock = devices.CompileClock()
+    jax.jit(lambda x: x * 3 + 1)(2.0)
+    assert clock.programs >= 1
+    assert "compiling" in str(clock)
