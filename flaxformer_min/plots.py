@@ -147,27 +147,37 @@ def attention_page(
     source_tokens: Sequence[str],
     target_tokens: Sequence[str],
     *,
+    read_tokens: Sequence[str] | None = None,
     source_language: str = "",
     target_language: str = "",
 ) -> str:
     """A web page to explore every attention of one translation: hover or focus a token.
 
     maps: "encoder", "decoder" and "cross" (one is enough), each [layers heads queries keys]. In
-          "encoder" the source looks at the source, in "decoder" the target at the target, in
-          "cross" the target at the source.
+          "encoder" the source looks at the source, in "decoder" the target at what was read so
+          far, in "cross" the target at the source.
+    read_tokens: the keys of "decoder": the target as the decoder reads it, shifted right, so that
+          it begins with BOS. None: the target's own tokens.
     source_language, target_language: as `ko`; they tell a browser how to write and speak tokens.
 
     The page is one text without a link to anything, so it can be mailed and opened offline; it
     works with mouse, finger, keyboard and screen reader. Weights are rounded to four digits.
     Raises ValueError for an unknown map or where shapes and tokens disagree.
     """
-    known = {"cross": ("target", "source"), "encoder": ("source",) * 2, "decoder": ("target",) * 2}
+    known = {
+        "cross": ("target", "source"),
+        "encoder": ("source", "source"),
+        "decoder": ("target", "target so far"),
+    }
     if not maps or set(maps) - set(known):
         raise ValueError(f"maps must be some of {', '.join(known)}; got {list(maps)}.")
     tokens = {"source": list(source_tokens), "target": list(target_tokens)}
+    tokens["target so far"] = tokens["target"] if read_tokens is None else list(read_tokens)
+    languages = {"source": source_language, "target": target_language}
+    languages["target so far"] = target_language
     content = {
         "tokens": tokens,
-        "languages": {"source": source_language, "target": target_language},
+        "languages": languages,
         "maps": {
             name: {
                 "queries": queries,

@@ -15,6 +15,7 @@ from flaxformer_min.plots import attention_page
 
 SOURCE = ["▁the", "▁c", "</script><script>document.title='broken'</script>", "</s>"]
 TARGET = ["▁고양이", "&amp;", "</s>"]
+READ = ["<s>", "▁고양이", "&amp;"]
 
 
 def one_hot(layers: int, heads: int, queries: int, keys: int) -> np.ndarray:
@@ -34,7 +35,8 @@ def maps():
 
 @pytest.fixture(scope="module")
 def page(maps):
-    return attention_page(maps, SOURCE, TARGET, source_language="en", target_language="ko")
+    languages = {"source_language": "en", "target_language": "ko"}
+    return attention_page(maps, SOURCE, TARGET, read_tokens=READ, **languages)
 
 
 class Scripts(html.parser.HTMLParser):
@@ -60,7 +62,7 @@ class Scripts(html.parser.HTMLParser):
 
 def test_tokens_and_weights_come_through_to_four_digits(page, maps):
     data = json.loads(Scripts(page).scripts[0])
-    assert data["tokens"] == {"source": SOURCE, "target": TARGET}
+    assert data["tokens"] == {"source": SOURCE, "target": TARGET, "target so far": READ}
     for name, weights in maps.items():
         np.testing.assert_array_equal(np.array(data["maps"][name]["weights"]) / 10_000, weights)
     thirds = attention_page({"cross": [[[[1 / 3, 2 / 3]]]]}, ["a", "b"], ["c"])
@@ -185,9 +187,9 @@ def test_layers_heads_and_maps_can_be_chosen(opened):
     choose(opened, "map", "Encoder self-attention: source looks at source")
     assert told(opened) == "“the” looks at “the” 100 %."
     assert len(opened.find_elements("css selector", "#queries li")) == 4
-    choose(opened, "map", "Decoder self-attention: target looks at target")
+    choose(opened, "map", "Decoder self-attention: target looks at the target so far")
     choose(opened, "layer", "2 of 2")
-    assert told(opened) == "“고양이” looks at “&amp;” 75 %, “고양이” 25 %."
+    assert told(opened) == "“고양이” looks at “고양이” 75 %, “<s>” 25 %."
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened):

@@ -561,7 +561,7 @@ def test_attention_becomes_a_page(call, tmp_path):
     """With a real model: who looks at whom while "A" is written, and in the encoder."""
     assert call("plot attention {run} red --target A --output {tmp}/map.html") == (0, "", "")
     page = (tmp_path / "map.html").read_text()
-    assert '"encoder"' in page and '"cross"' in page and '"ko"' in page
+    assert all(f'"{name}"' in page for name in ("encoder", "decoder", "cross", "ko"))
 
 
 def test_positions_become_a_figure(call, tmp_path):

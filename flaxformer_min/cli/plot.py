@@ -45,11 +45,11 @@ def _save_page(args: argparse.Namespace, attention: Any) -> None:
     from flaxformer_min.run_folder import RunFolder
 
     source, _, target = RunFolder(args.runs[0]).config().data.languages.partition("-")
-    # The decoder's own attention looks at what was read, BOS first, which the page cannot name.
     page = plots.attention_page(
-        {"cross": attention.cross, "encoder": attention.encoder},
+        {"cross": attention.cross, "encoder": attention.encoder, "decoder": attention.decoder},
         attention.source_tokens,
         attention.target_tokens,
+        read_tokens=attention.read_tokens,
         source_language=source.replace("_", "-"),
         target_language=target.replace("_", "-"),
     )
