@@ -81,18 +81,21 @@ class RunFolder:
     ) -> Tokenizers:
         """Begin the run, or go on with it; returns its tokenizers.
 
-        `make_tokenizers` is called with the paths to write where there are none yet. Raises
-        ValueError when the folder holds something else, or a run with other settings.
+        `make_tokenizers` is called with the paths to write. While there is no checkpoint, nothing
+        is lost by beginning anew, with other settings too. Raises ValueError when the folder holds
+        something else, or a run that has learned with other settings.
         """
-        if self.exists:
-            self._check_same(config)
-        elif self.path.is_dir() and set(os.listdir(self.path)) - {"lock"}:
+        if not self.exists:
+            self._check_empty()
+        differing = differences(self.config(), config) if self.exists else []
+        if differing and self._has_checkpoint():
             raise ValueError(
-                f"a run starts in an empty folder or goes on in its own; {self.path} holds other "
-                "files. Choose another --workdir."
+                f"{self.path} holds a run with other settings:\n  "
+                + "\n  ".join(differing)
+                + "\nGo on with the settings of the run, or choose another --workdir."
             )
-        names = self._tokenizer_names(config)
-        if not all((self.path / name).exists() for name in names):
+        if differing or not self.exists:
+            names = self._tokenizer_names(config)
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())
         return self.tokenizers()
@@ -122,14 +125,20 @@ class RunFolder:
             print(os.getpid(), file=file, flush=True)
             yield self
 
-    def _check_same(self, config: Config) -> None:
-        differing = differences(self.config(), config)
-        if differing:
+    def _check_empty(self) -> None:
+        """Only what a start that was cut off leaves may be there."""
+        ours = {"lock", "tokenizer.model", "source_tokenizer.model", "target_tokenizer.model"}
+        names = set(os.listdir(self.path)) if self.path.is_dir() else set()
+        others = sorted(name for name in names - ours if not name.startswith("."))
+        if others:
             raise ValueError(
-                f"{self.path} holds a run with other settings:\n  "
-                + "\n  ".join(differing)
-                + "\nGo on with the settings of the run, or choose another --workdir."
+                f"a run starts in an empty folder or goes on in its own; {self.path} holds "
+                f"{', '.join(others[:3])}. Choose another --workdir."
             )
+
+    def _has_checkpoint(self) -> bool:
+        folder = self.checkpoints
+        return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
     @staticmethod
     def _tokenizer_names(config: Config) -> tuple[str, str]:

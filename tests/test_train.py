@@ -218,6 +218,33 @@ def test_a_second_process_on_one_run_refuses(config, tmp_path, capsys):
     assert run(config, tmp_path / "run", "--training.steps", "1") == 0
 
 
+def test_a_finished_run_trains_no_further_and_is_not_saved_again(config, tmp_path, capsys):
+    assert run(config, tmp_path / "run", "--training.steps", "2") == 0
+    before = final_state(tmp_path / "run")
+    assert run(config, tmp_path / "run", "--training.steps", "2") == 0
+    assert final_state(tmp_path / "run") == before
+    assert "Going on from step 2" in capsys.readouterr().out
+
+
+def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path, capsys):
+    """No pair fits the short rows; longer rows are another setting, but nothing was learned yet."""
+    corpus = write_corpus(tmp_path / "long")
+    for split in ("train", "val"):
+        for language in ("en", "es"):
+            (tmp_path / "long" / f"{split}.{language}").write_text("one two three four " * 3 + "\n")
+    short = ["--data.source-row-length", "8", "--data.corpus", corpus, "--training.steps", "1"]
+    assert run(config, tmp_path / "run", *short) == 2
+    assert "at least one usable pair" in capsys.readouterr().err
+    assert run(config, tmp_path / "run", "--training.steps", "1") == 0
+
+
+def test_a_folder_with_other_files_is_not_taken_for_a_run(config, tmp_path, capsys):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("Once")
+    assert run(config, tmp_path / "thesis") == 2
+    assert "holds chapter1.tex. Choose another --workdir" in capsys.readouterr().err
+
+
 def test_two_vocabularies_are_trained_for_separate_embeddings(tmp_path):
     config = write_config(tmp_path, "embeddings='separate', source_vocab_size=290")
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0

@@ -97,7 +97,8 @@ def train(
 
     Raises RuntimeError after `config.max_skipped` steps in a row that were not finite.
     """
-    step, summary, saved = int(state.step), Window(window), -1
+    step, summary = int(state.step), Window(window)
+    saved = step
     pending: tuple[Metrics, int, int] | None = None
     in_a_row = 0
 
@@ -144,7 +145,7 @@ def train(
             if due[2] or step == config.steps:
                 save(rank)
     take_in(pending, step)
-    if saved != step and step:
+    if saved != step:
         save()
     checkpoints.wait()
     return state
