@@ -1,6 +1,7 @@
 """The loop: read a batch, take a step, say how it goes, validate, save; again."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -152,9 +153,16 @@ def train(
 
 
 def _rank(scores: Mapping[str, float], best_by: str) -> float | None:
+    """Lower is better; None where nothing comparable was measured, a loss of NaN included.
+
+    >>> _rank({"validation_loss": 2.0, "validation_bleu": 30.0}, "bleu")
+    -30.0
+    >>> _rank({"validation_loss": float("nan")}, "loss")
+    """
     if best_by == "bleu" and "validation_bleu" in scores:
         return -scores["validation_bleu"]
-    return scores.get("validation_loss")
+    loss = scores.get("validation_loss", math.nan)
+    return loss if math.isfinite(loss) else None
 
 
 def _readable(step: int, steps: int, line: Mapping[str, float]) -> str:
