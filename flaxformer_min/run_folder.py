@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from flaxformer_min.checkpoint import Checkpoints, restore_params
 from flaxformer_min.config import Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.files import write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
@@ -154,26 +154,3 @@ def fit_vocabulary(config: ModelConfig, tokenizers: Tokenizers) -> ModelConfig:
     return dataclasses.replace(
         config, vocab_size=target, source_vocab_size=source if separate else None
     )
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all, and others can read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~_umask())
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

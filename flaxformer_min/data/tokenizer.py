@@ -8,7 +8,6 @@ control token: `</s>` in a text is four characters like any others.
 import hashlib
 import itertools
 import logging
-import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from flaxformer_min.files import write_atomically
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -174,7 +174,7 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int, path: str | Path) -> 
             tokenizer.vocab_size,
             vocab_size,
         )
-    _write_whole(Path(path), tokenizer.model)
+    write_atomically(Path(path), tokenizer.model)
     return tokenizer
 
 
@@ -244,15 +244,3 @@ def _check_text(text: str, index: int) -> None:
 
 def _ids(special: dict[str, int]) -> str:
     return ", ".join(f"{name}={i}" for name, i in special.items())
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(content)
-    try:
-        os.chmod(file.name, 0o644)  # a temporary file is readable for its owner alone
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise

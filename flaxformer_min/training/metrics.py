@@ -1,9 +1,10 @@
 """What training tells: a line on the terminal, a line of JSON, a TensorBoard event."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from flaxformer_min.files import write_atomically
 
 
 class MetricsLog:
@@ -52,6 +53,4 @@ def _forget_after(jsonl: Path, step: int) -> None:
     if not jsonl.exists():
         return
     kept = [record for record in read_metrics(jsonl) if record["step"] <= step]
-    scratch = jsonl.with_suffix(".tmp")
-    scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(scratch, jsonl)
+    write_atomically(jsonl, "".join(json.dumps(record) + "\n" for record in kept))
