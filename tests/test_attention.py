@@ -26,9 +26,9 @@ BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
 @pytest.fixture
 def heads():
     numbers = np.random.default_rng(1)
-    query = numbers.normal(size=(BATCH, QUERIES, HEADS, D_K))
-    key = numbers.normal(size=(BATCH, KEYS, HEADS, D_K))
-    value = numbers.normal(size=(BATCH, KEYS, HEADS, D_V))
+    query = numbers.normal(size=(BATCH, HEADS, QUERIES, D_K))
+    key = numbers.normal(size=(BATCH, HEADS, KEYS, D_K))
+    value = numbers.normal(size=(BATCH, HEADS, KEYS, D_V))
     mask = numbers.random((BATCH, QUERIES, KEYS)) < 0.6
     mask[0, 2] = False  # a query that may attend to nothing
     mask[1, 3] = np.arange(KEYS) == 4  # and one that has no choice
@@ -37,7 +37,7 @@ def heads():
 
 def test_attention_is_equation_1(heads):
     """Section 3.2.1: one head of one sentence, number by number."""
-    query, key, value = (x[1, :, 2] for x in heads[:3])
+    query, key, value = (x[1, 2] for x in heads[:3])
     mask = heads[3][1]
     output, weights = scaled_dot_product_attention(query, key, value, mask)
     arguments = [np.asarray(x, np.float64) for x in (query, key, value)]
@@ -47,18 +47,18 @@ def test_attention_is_equation_1(heads):
 
 
 def test_the_batched_attention_is_the_same_for_every_head_of_every_sentence(heads):
-    """Section 3.2.2: heads are axis 1 of what comes in, and axis 0 of a sentence's weights."""
+    """Section 3.2.2: each head of a sentence attends on its own, under one mask."""
     query, key, value, mask = heads
     output, weights = batched_scaled_dot_product_attention(query, key, value, mask)
-    assert output.shape == (BATCH, QUERIES, HEADS, D_V)
+    assert output.shape == (BATCH, HEADS, QUERIES, D_V)
     assert weights.shape == (BATCH, HEADS, QUERIES, KEYS)
     apart = batched_weighted_sum(batched_attention_weights(query, key, mask), value)
     for b in range(BATCH):
         for h in range(HEADS):
-            one = [np.asarray(x[b, :, h], np.float64) for x in (query, key, value)]
+            one = [np.asarray(x[b, h], np.float64) for x in (query, key, value)]
             expected = reference.attention(*one, mask[b])
-            assert_allclose(output[b, :, h], expected, rtol=1e-5, atol=1e-6)
-            assert_allclose(apart[b, :, h], expected, rtol=1e-5, atol=1e-6)
+            assert_allclose(output[b, h], expected, rtol=1e-5, atol=1e-6)
+            assert_allclose(apart[b, h], expected, rtol=1e-5, atol=1e-6)
             expected = reference.attention_weights(*one[:2], mask[b])
             assert_allclose(weights[b, h], expected, rtol=1e-5)
 
@@ -83,7 +83,7 @@ def test_the_scale_is_the_root_of_the_width_of_a_head():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_query_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(heads, dtype):
     """Section 3.2.3: the softmax of no scores at all is where a -inf mask makes NaN."""
-    query, key, value = (x[0, :, 0].astype(dtype) for x in heads[:3])
+    query, key, value = (x[0, 0].astype(dtype) for x in heads[:3])
     mask = heads[3][0]
 
     def total(query, key, value):
@@ -125,11 +125,14 @@ def test_the_softmax_is_taken_in_float32_also_for_bfloat16():
 
 def test_written_keys_and_values_stand_where_they_were_put():
     """Decoding appends one token at a time; what was there before and behind stays."""
-    room = KeyValue(jnp.zeros((2, 5, 1, 3)), jnp.zeros((2, 5, 1, 3)))
-    new = KeyValue(jnp.ones((2, 2, 1, 3)), jnp.full((2, 2, 1, 3), 7.0))
+    room = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2)
+    new = KeyValue.of(jnp.ones((2, 1, 2, 3)), jnp.full((2, 1, 2, 3), 7.0))
     after = room.write(new, jnp.int32(2))
-    assert_array_equal(after.keys[:, :, 0, 0], [[0, 0, 1, 1, 0]] * 2)
-    assert_array_equal(after.values[:, :, 0, 2], [[0, 0, 7, 7, 0]] * 2)
+    assert_array_equal(after.keys[:, 0, :, 0], [[0, 0, 1, 1, 0]] * 2)
+    assert_array_equal(after.values[:, 0, :, 2], [[0, 0, 7, 7, 0]] * 2)
+    grown = after.grow(2)
+    assert_array_equal(grown.keys[:, 0, :, 0], [[0, 0, 1, 1, 0, 0, 0]] * 2)
+    assert_array_equal(grown.values[:, 0, :, 2], [[0, 0, 7, 7, 0, 0, 0]] * 2)
 
 
 def test_multi_head_attention_is_its_heads_side_by_side_and_projected():

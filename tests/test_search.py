@@ -119,6 +119,46 @@ def test_a_narrow_beam_is_the_one_in_plain_python(alpha, beam_size, n_best, voca
         assert_same(found, row, expected)
 
 
+@pytest.mark.parametrize("beam_size, room", [(1, 4), (3, 1), (3, 4), (3, 11), (3, 12)])
+def test_a_cache_that_grows_on_the_way_changes_nothing(beam_size, room):
+    """This one holds all tokens so far, and what has no place in it is lost."""
+    table, seeds, steps = random_table(9, spread=3.0), jnp.arange(6), 12
+    max_length, batch = jnp.array([12, 7, 1, 9, 12, 3]), jnp.arange(6)[:, None]
+
+    def step(tokens, cache):
+        written, column = cache
+        written = written.at[:, :, column].set(tokens, mode="drop")
+        states = jnp.broadcast_to(seeds[:, None], tokens.shape)
+        for place in range(written.shape[2]):
+            read = next_state(states, written[:, :, place])
+            states = jnp.where(place <= column, read, states)
+        return table[states], (written, column + 1)
+
+    def reorder(cache, parents):
+        return cache[0][batch, parents], cache[1]
+
+    def grow(cache):
+        return jnp.pad(cache[0], ((0, 0), (0, 0), (0, steps - room))), cache[1]
+
+    cache = jnp.zeros((6, beam_size, room), jnp.int32), jnp.int32(0)
+    settings = {"steps": steps, "beam_size": beam_size, "n_best": beam_size}
+    found = jax.jit(partial(search, step, reorder, room=room, grow=grow, **settings))(
+        cache, no_prefix(6), max_length
+    )
+    expected = find(table, list(range(6)), max_length.tolist(), **settings)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.score, expected.score, atol=1e-6)
+
+
+@pytest.mark.parametrize("logit", [-50.0, 50.0])
+def test_logits_count_as_the_log_probabilities_they_stand_for(logit):
+    """A constant added to all logits of a step is no preference."""
+    table, settings = random_table(9), {"beam_size": 3, "n_best": 3}
+    found, expected = (find(t, [0, 5], [9, 9], **settings) for t in (table + logit, table))
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.score, expected.score, atol=1e-4)
+
+
 @pytest.mark.parametrize("min_length", [0, 3])
 def test_a_beam_of_one_takes_the_likeliest_token_until_it_is_eos(min_length):
     """And so do sampling from the likeliest one, and sampling at hardly any temperature."""

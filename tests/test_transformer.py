@@ -215,22 +215,26 @@ NO_PREFIX = jnp.zeros((2, 0), jnp.int32)
 PREFIXES = [jnp.array([[5, 8, 4], [0, 0, 0]]), jnp.array([[9, 0, 0], [4, 6, 0]])]
 
 
-def begin(model, beam, prefix):
+def begin(model, beam, prefix, room=None):
     """What decoding starts from: memory, cache, the scores of the prefix and the first tokens."""
     memory = model.remember(SOURCE)
     given = prefix if prefix.shape[1] else None
-    state, log_prob = model.start(memory, beam, COLUMNS - prefix.shape[1], given)
+    state, log_prob = model.start(memory, beam, room or COLUMNS - prefix.shape[1], given)
     tokens = jnp.broadcast_to(first_tokens(prefix)[:, None], (2, beam))
     return memory, state, log_prob, tokens
 
 
 def decode_at_random(model, beam, prefix, steps, seed=0):
-    """Every (row, history, scores) met while hypotheses go on, branch and die at random."""
+    """Every (row, history, scores) met while hypotheses go on, branch and die at random.
+
+    There is room for two tokens at first, and then for all."""
     numbers = np.random.default_rng(seed)
-    memory, state, _, tokens = begin(model, beam, prefix)
+    memory, state, _, tokens = begin(model, beam, prefix, room=2)
     histories = [[[int(i) for i in row if i]] * beam for row in prefix]
     met = []
-    for _ in range(steps):
+    for number in range(steps):
+        if number == 2:
+            state = state.grow(steps - 2)
         scores, state = model.step(tokens, memory, state)
         for row in (0, 1):
             met += zip([row] * beam, histories[row], np.asarray(scores[row]), strict=True)

@@ -29,8 +29,11 @@ Cache = Any
 """What the model remembers of every hypothesis: any pytree. The search only hands it on."""
 
 Step = Callable[[Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]]
-"""Reads one token of each hypothesis; gives the log-probabilities (float32, nats, each at most 0)
-of the next one, and the cache with the token in it."""
+"""Reads one token of each hypothesis; gives the logits (float32) of the next one, and the cache
+with the token in it. Log-probabilities are logits too."""
+
+Grow = Callable[[Cache], Cache]
+"""Gives the cache of a search room for as many tokens as any sentence may have."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Makes hypothesis i of each sentence continue what hypothesis `parents[i]` had written."""
@@ -128,14 +131,17 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def joint(log_prob: Float[Array, "*n"], log_probs: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Log-probability of a hypothesis and its next token. NaN, from a broken model, is -inf."""
-    total = log_prob + log_probs
+def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Log-probability of a hypothesis and its next token. NaN, from a broken model, is -inf.
+
+    `base` is the log-probability of the hypothesis less the logsumexp of its logits.
+    """
+    total = base + logits
     return jnp.where(total > -jnp.inf, total, -jnp.inf)
 
 
 def best_words(
-    log_prob: Float[Array, " beam"], log_probs: Float[Array, "beam vocab"]
+    base: Float[Array, " beam"], logits: Float[Array, "beam vocab"]
 ) -> tuple[Float[Array, " beam"], Int[Array, " beam"], Int[Array, " beam"]]:
     """The `beam` likeliest of all hypotheses with one more word: log_prob, parent, token.
 
@@ -143,38 +149,38 @@ def best_words(
     token), in a fifth of its time on a CPU: no word of a block can be among the best k when k other
     blocks have better maxima, and maxima are quick. Only k blocks are then looked at word by word.
 
-    >>> log_probs = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
-    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), log_probs)
+    >>> logits = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
+    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), logits)
     >>> parent, token
     (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
     """
-    beam, vocab = log_probs.shape
+    beam, vocab = logits.shape
     size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
     whole = max(vocab // size, 1)
     # The special tokens stay in the table and only the first block is cut, as is a ragged last one:
     # to slice or to pad the whole table would copy it.
-    maxima = [log_probs[:, FIRST_WORD:size].max(-1, keepdims=True)]
+    maxima = [logits[:, FIRST_WORD:size].max(-1, keepdims=True)]
     if whole > 1:
-        maxima.append(log_probs[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
+        maxima.append(logits[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
     if vocab > whole * size:
-        maxima.append(log_probs[:, whole * size :].max(-1, keepdims=True))
+        maxima.append(logits[:, whole * size :].max(-1, keepdims=True))
     maxima = jnp.concatenate(maxima, axis=-1)
     # Rounding keeps order, so the sum of a maximum is the maximum of the sums.
-    maxima = joint(jnp.broadcast_to(log_prob[:, None], maxima.shape), maxima)
+    maxima = joint(jnp.broadcast_to(base[:, None], maxima.shape), maxima)
     # In the order of the table, so that a tie is still won by the lower parent, then token.
     block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), beam)[1])
     parent = jnp.repeat(block // maxima.shape[1], size)
     start = block % maxima.shape[1] * size
     token = (start[:, None] + jnp.arange(size)[None, :]).reshape(-1)
-    within = log_probs.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
+    within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
     within = jnp.where(token >= FIRST_WORD, within, -jnp.inf)
-    best, place = jax.lax.top_k(joint(log_prob[parent], within), beam)
+    best, place = jax.lax.top_k(joint(base[parent], within), beam)
     return best, parent[place], jnp.where(best > -jnp.inf, token[place], PAD)
 
 
 def choose_beam(
-    log_prob: Float[Array, " beam"],
-    log_probs: Float[Array, "beam vocab"],
+    base: Float[Array, " beam"],
+    logits: Float[Array, "beam vocab"],
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: None = None,
@@ -185,21 +191,21 @@ def choose_beam(
     its last token. Kept, the 1e-5 that a smoothed model gives EOS everywhere would in time make a
     truncated sentence the best.
     """
-    ended = jnp.where(may_end, joint(log_prob, log_probs[:, EOS]), -jnp.inf)
-    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, log_prob), log_probs)
+    ended = jnp.where(may_end, joint(base, logits[:, EOS]), -jnp.inf)
+    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, base), logits)
     # min() and not [-1]: XLA's quick top_k turns into a full sort where a slice of it is taken.
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
 
 def choose_greedy(
-    log_prob: Float[Array, "1"],
-    log_probs: Float[Array, "1 vocab"],
+    base: Float[Array, "1"],
+    logits: Float[Array, "1 vocab"],
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: None = None,
 ) -> Choice:
     """The likeliest token. A beam of one that stops at its first EOS."""
-    choice = choose_beam(log_prob, log_probs, may_end, must_end)
+    choice = choose_beam(base, logits, may_end, must_end)
     return choice._replace(log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, choice.log_prob))
 
 
@@ -249,8 +255,8 @@ def draw(
 
 
 def choose_random(
-    log_prob: Float[Array, " beam"],
-    log_probs: Float[Array, "beam vocab"],
+    base: Float[Array, " beam"],
+    logits: Float[Array, "beam vocab"],
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: Key[Array, ""],
@@ -258,14 +264,14 @@ def choose_random(
     sampling: Sampling,
 ) -> Choice:
     """Every hypothesis goes its own way, drawn with a key of its own; a drawn EOS ends it."""
-    beam, vocab = log_probs.shape
+    beam, vocab = logits.shape
     token = jnp.arange(vocab)
     allowed = jnp.where(token == EOS, may_end, (token >= FIRST_WORD) & ~must_end)
-    offered = jnp.where(allowed[None, :] & (log_probs > -jnp.inf), log_probs, -jnp.inf)
+    offered = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
     drawn = jax.vmap(partial(draw, sampling=sampling))(offered, keys)
     lane = jnp.arange(beam)
-    total = joint(log_prob, offered[lane, drawn])
+    total = joint(base, offered[lane, drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)
     return Choice(ended, lane, drawn, jnp.where(drawn == EOS, -jnp.inf, total))
 
@@ -280,7 +286,7 @@ def keep(kept: Hypotheses, ended: Hypotheses) -> Hypotheses:
 def extend(
     live: Live,
     kept: Hypotheses,
-    log_probs: Float[Array, "beam vocab"],
+    logits: Float[Array, "beam vocab"],
     row: Row,
     index: Int[Array, ""],
     *,
@@ -304,7 +310,9 @@ def extend(
     must_end = index + 1 >= row.limit
     may_end = must_end | (length > min_length)
     key = None if row.key is None else jax.random.fold_in(row.key, index)
-    choice = choose(live.log_prob, log_probs, may_end, must_end, key)
+    # Log-probabilities of the whole vocabulary would be written, only to be read once.
+    base = live.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
     kept = keep(kept, Hypotheses(live.ids.at[:, index].set(EOS), choice.ended, score))
     bound = choice.log_prob / length_penalty(row.prefix_length + row.limit, alpha)
@@ -321,6 +329,8 @@ def search(
     max_length: Int[Array, " batch"],
     *,
     steps: int,
+    room: int | None = None,
+    grow: Grow | None = None,
     beam_size: int,
     n_best: int = 1,
     length_penalty: float = 0.6,
@@ -338,6 +348,8 @@ def search(
     max_length:     tokens of prefix, translation and EOS. Where only one more fits, it is EOS, at
                     its own log-probability; so it is if the prefix leaves no place at all.
     steps:          new tokens at most in any sentence, EOS included: the size of the result.
+    room:           new tokens that `cache` has places for, where that is less than `steps`; `grow`
+                    is called when they are full and a hypothesis is still live.
     length_penalty: alpha of `length_penalty`.
     min_length:     tokens of prefix and translation before EOS may come; max_length wins over it.
 
@@ -376,15 +388,25 @@ def search(
 
     def advance(state):
         index, live, kept, cache = state
-        log_probs, cache = step(live.token, cache)
-        _check_vocabulary(log_probs.shape[-1])
-        live, kept, parents = extend_all(live, kept, log_probs, rows, index)
+        logits, cache = step(live.token, cache)
+        _check_vocabulary(logits.shape[-1])
+        live, kept, parents = extend_all(live, kept, logits, rows, index)
         return index + 1, live, kept, reorder(cache, parents) if crossing else cache
 
-    live, kept = _begin(prefix, steps, beam_size, n_best, crossing)
-    # The loop needs no bound of its own: nothing is live after its limit, which is at most `steps`.
-    _, _, kept, _ = jax.lax.while_loop(any_live, advance, (jnp.int32(0), live, kept, cache))
-    return kept
+    def finish(state):
+        # No bound is needed: nothing is live after its limit, which is at most `steps`.
+        return jax.lax.while_loop(any_live, advance, state)[2]
+
+    state = jnp.int32(0), *_begin(prefix, steps, beam_size, n_best, crossing), cache
+    if room is None or room >= steps:
+        return finish(state)
+    state = jax.lax.while_loop(lambda state: any_live(state) & (state[0] < room), advance, state)
+    return jax.lax.cond(
+        any_live(state),
+        lambda state: finish((*state[:3], grow(state[3]))),
+        lambda state: state[2],
+        state,
+    )
 
 
 def _begin(
@@ -450,5 +472,5 @@ def _check_vocabulary(vocab: int) -> None:
     if vocab <= FIRST_WORD:
         raise ValueError(
             f"step must offer more than the {FIRST_WORD} special tokens, or there is no word to "
-            f"choose; got {vocab} log-probabilities."
+            f"choose; got {vocab} logits."
         )

@@ -17,7 +17,7 @@ from flaxformer_min.devices import replicate
 from flaxformer_min.model.transformer import Transformer, first_tokens
 from flaxformer_min.tokens import EOS, PAD, Batch, one_sentence_per_row
 
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens a sentence is padded to. A longer source is cut to the last of them, with a warning."""
 
 BATCHES = (1, 8, 64)
@@ -371,12 +371,17 @@ class Translator:
 
 def _search(models, params, source, prefix, max_length, lines, options: Options) -> Hypotheses:
     """The search for a batch on one device: encode, read the prefixes, and loop."""
-    steps = source.shape[1] + options.max_extra_tokens
+    width = source.shape[1]
+    steps = width + options.max_extra_tokens
+    # Attention looks at all the room there is, and few translations need more than this.
+    room = min(width + width // 4 + 4, steps)
     tokens = one_sentence_per_row(source)
     memories, caches, forced = [], [], []
     for model, weights in zip(models, params, strict=True):
         memory = model.apply({"params": weights}, tokens, method="remember")
-        start = (memory, options.beam_size, steps, prefix)
+        # Without the barrier XLA moves a transposition of these keys into every step.
+        memory = jax.lax.optimization_barrier(memory)
+        start = (memory, options.beam_size, room, prefix)
         cache, log_probs = model.apply({"params": weights}, *start, method="start")
         memories.append(memory)
         caches.append(cache)
@@ -386,12 +391,15 @@ def _search(models, params, source, prefix, max_length, lines, options: Options)
         log_probs, after = [], []
         for model, weights, memory, cache in zip(models, params, memories, caches, strict=True):
             logits, cache = model.apply({"params": weights}, tokens, memory, cache, method="step")
-            log_probs.append(jax.nn.log_softmax(logits))
+            log_probs.append(logits if len(models) == 1 else jax.nn.log_softmax(logits))
             after.append(cache)
         return _mean_probability(log_probs), after
 
     def reorder(caches, parents):
         return [cache.reorder(parents) for cache in caches]
+
+    def grow(caches):
+        return [cache.grow(steps - room) for cache in caches]
 
     begin = Prefix(first_tokens(prefix), (prefix != PAD).sum(1), _mean_probability(forced).sum(1))
     keys = None
@@ -404,6 +412,8 @@ def _search(models, params, source, prefix, max_length, lines, options: Options)
         begin,
         max_length,
         steps=steps,
+        room=room,
+        grow=grow,
         beam_size=options.beam_size,
         n_best=options.n_best,
         length_penalty=options.length_penalty,

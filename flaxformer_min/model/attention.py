@@ -51,30 +51,56 @@ def scaled_dot_product_attention(
     return weights @ value, weights
 
 
-# heads are axis 1 of query, key and value: [length heads d]; weights come as [heads queries keys]
-weights_of_all_heads = jax.vmap(attention_weights, in_axes=(1, 1, None))
+# heads stand before places: [heads length d_k]; weights come as [heads queries keys]
+weights_of_all_heads = jax.vmap(attention_weights, in_axes=(0, 0, None))
 batched_attention_weights = jax.jit(jax.vmap(weights_of_all_heads))
-batched_weighted_sum = jax.jit(jax.vmap(jax.vmap(jnp.matmul, in_axes=(0, 1), out_axes=1)))
+batched_weighted_sum = jax.jit(jax.vmap(jax.vmap(jnp.matmul)))
 batched_scaled_dot_product_attention = jax.jit(
-    jax.vmap(jax.vmap(scaled_dot_product_attention, in_axes=(1, 1, 1, None), out_axes=(1, 0)))
+    jax.vmap(jax.vmap(scaled_dot_product_attention, in_axes=(0, 0, 0, None)))
 )
 
 
 class KeyValue(NamedTuple):
-    """What is attended to. In training: a sentence. In decoding: what was written so far."""
+    """What is attended to. In training: a sentence. In decoding: what was written so far.
 
-    keys: Float[Array, "batch places heads d_k"]
-    values: Float[Array, "batch places heads d_k"]
+    Keys are kept as Kᵀ, as equation 1 reads them: a step of decoding would otherwise transpose all
+    that was written before it, which costs a CPU more than attention itself.
+    """
+
+    transposed_keys: Float[Array, "batch heads d_k places"]
+    values: Float[Array, "batch heads places d_k"]
+
+    @classmethod
+    def of(
+        cls,
+        keys: Float[Array, "batch heads places d_k"],
+        values: Float[Array, "batch heads places d_k"],
+    ) -> "KeyValue":
+        """From keys and values that lie in the same way."""
+        return cls(keys.swapaxes(2, 3), values)
+
+    @property
+    def keys(self) -> Float[Array, "batch heads places d_k"]:
+        """Beside the values."""
+        return self.transposed_keys.swapaxes(2, 3)
 
     def write(self, new: "KeyValue", place: Int[Array, ""]) -> "KeyValue":
         """The same, with `new` from `place` on.
 
-        >>> empty = KeyValue(jnp.zeros((1, 3, 1, 1)), jnp.zeros((1, 3, 1, 1)))
-        >>> new = KeyValue(jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)))
-        >>> empty.write(new, jnp.int32(1)).keys.ravel()
-        Array([0., 1., 0.], dtype=float32)
+        >>> empty, new = (KeyValue.of(*(jnp.full((1, 1, n, 1), n - 1.0),) * 2) for n in (1, 2))
+        >>> empty.grow(2).write(new, jnp.int32(1)).values.ravel()
+        Array([0., 1., 1.], dtype=float32)
         """
+        update = jax.lax.dynamic_update_slice_in_dim
         return KeyValue(
-            jax.lax.dynamic_update_slice_in_dim(self.keys, new.keys, place, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(self.values, new.values, place, axis=1),
+            update(self.transposed_keys, new.transposed_keys, place, axis=3),
+            update(self.values, new.values, place, axis=2),
+        )
+
+    def grow(self, places: int) -> "KeyValue":
+        """The same, with so many more places behind it, all zero."""
+        none, more = (0, 0), (0, places)
+        return KeyValue(
+            jnp.pad(self.transposed_keys, (none, none, none, more)),
+            jnp.pad(self.values, (none, none, more, none)),
         )

@@ -37,12 +37,12 @@ class MultiHeadAttention(nn.Module):
 
     def _heads(
         self, x: Float[Array, "batch length d_model"]
-    ) -> Float[Array, "batch length heads d_k"]:
-        return x.reshape(*x.shape[:-1], self.config.num_heads, -1)
+    ) -> Float[Array, "batch heads length d_k"]:
+        return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(1, 2)
 
     def keys_values(self, x: Float[Array, "batch places d_model"]) -> KeyValue:
         """Project what will be attended to. Done once for the encoder's output."""
-        return KeyValue(self._heads(self.key(x)), self._heads(self.value(x)))
+        return KeyValue.of(self._heads(self.key(x)), self._heads(self.value(x)))
 
     def __call__(
         self,
@@ -54,4 +54,4 @@ class MultiHeadAttention(nn.Module):
         weights = batched_attention_weights(self._heads(self.query(x)), attended.keys, mask)
         self.sow("intermediates", "weights", weights)
         gathered = batched_weighted_sum(self.dropout(weights), attended.values)
-        return self.output(gathered.reshape(x.shape))
+        return self.output(gathered.swapaxes(1, 2).reshape(x.shape))

@@ -42,6 +42,8 @@ from flaxformer_min.model.masks import (
 )
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
 
+NOT_WRITTEN = -1
+
 
 class Memory(NamedTuple):
     """A source sentence as the decoder sees it; shared by all its hypotheses, at every step."""
@@ -56,8 +58,8 @@ class Cache(NamedTuple):
     Keys and values stay where they were written; when hypotheses branch and die, only `ancestors`
     is reordered (see `masks.ancestor_mask`).
 
-    written:   keys and values of each layer, [batch columns*beam heads d_k].
-    ancestors: which slot wrote each column of each hypothesis; -1: nothing there.
+    written:   keys and values of each layer, [batch heads columns*beam d_k].
+    ancestors: which slot wrote each column of each hypothesis; NOT_WRITTEN where none did.
     column:    where the next token is written.
     positions: how far into its own sentence that is (a forced prefix may be shorter than others).
     """
@@ -71,6 +73,14 @@ class Cache(NamedTuple):
         """Hypothesis i goes on from what hypothesis `parents[i]` had written."""
         ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None], axis=1)
         return self._replace(ancestors=ancestors)
+
+    def grow(self, columns: int) -> "Cache":
+        """The same, with room for so many more columns."""
+        written = tuple(layer.grow(columns * self.ancestors.shape[1]) for layer in self.written)
+        ancestors = jnp.pad(
+            self.ancestors, ((0, 0), (0, 0), (0, columns)), constant_values=NOT_WRITTEN
+        )
+        return self._replace(written=written, ancestors=ancestors)
 
 
 class Transformer(nn.Module):
@@ -142,9 +152,9 @@ class Transformer(nn.Module):
             prefix = jnp.zeros((batch, 0), jnp.int32)
         length = prefix.shape[1]
         columns = length + max_length
-        shape = (batch, columns * beam_size, config.num_heads, config.d_model // config.num_heads)
-        empty = KeyValue(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-        ancestors = jnp.full((batch, beam_size, columns), -1)
+        shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
+        empty = KeyValue.of(*(jnp.zeros(shape, config.dtype),) * 2)
+        ancestors = jnp.full((batch, beam_size, columns), NOT_WRITTEN)
         if not length:
             cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), prefix.sum(1))
             return cache, jnp.zeros((batch, 0))
@@ -153,8 +163,12 @@ class Transformer(nn.Module):
         log_probs = jax.nn.log_softmax(self.logits(x))
         chosen = jnp.take_along_axis(log_probs, prefix[:, :, None], axis=-1)[:, :, 0]
         first_slot = slice(0, length * beam_size, beam_size)
-        written = jax.tree.map(
-            lambda room, new: room.at[:, first_slot].set(new), (empty,) * config.num_layers, own
+        written = tuple(
+            KeyValue.of(
+                empty.keys.at[:, :, first_slot].set(new.keys),
+                empty.values.at[:, :, first_slot].set(new.values),
+            )
+            for new in own
         )
         ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
         cache = Cache(written, ancestors, jnp.int32(length), tokens.segments.sum(1))
