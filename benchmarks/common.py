@@ -1,0 +1,166 @@
+"""What the benchmarks share: contenders that run in turn, the machine's own limits, tables."""
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[], Mapping[str, Any]]
+"""One timed run of a contender: gives what it did ("tokens", ...) and "seconds"."""
+
+
+def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
+    """The child: prepare once, then one run for each word that comes through the pipe."""
+    since = time.perf_counter()
+    run = make(*arguments)
+    run()
+    connection.send(time.perf_counter() - since)
+    while connection.recv():
+        connection.send(run())
+
+
+class Contender:
+    """A program to be timed, in a process of its own, so that threads and memory are its own.
+
+    `make(*arguments)` prepares and gives the `Run`. The first run, compiling included, is over when
+    the constructor returns; `first_seconds` says how long that took.
+    """
+
+    def __init__(self, name: str, make: Callable[..., Run], *arguments: Any):
+        """Start the process and wait for its first run."""
+        context = multiprocessing.get_context("spawn")
+        self.name, self.runs = name, []
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.first_seconds: float = self._answer()
+
+    def run(self) -> None:
+        """One more timed run; the process sleeps before and after."""
+        self._connection.send(True)
+        self.runs.append(self._answer())
+
+    def median(self, name: str) -> float:
+        """Of all runs."""
+        return statistics.median(run[name] for run in self.runs)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.send(False)
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} failed; its own message stands above.") from None
+
+
+def alternate(contenders: Sequence[Contender], rounds: int) -> None:
+    """Run all in turn, so that a slow moment of the machine meets each of them alike."""
+    for number in range(rounds):
+        for contender in contenders:
+            contender.run()
+        seconds = "  ".join(f"{c.name} {c.runs[-1]['seconds']:.2f} s" for c in contenders)
+        print(f"round {number + 1}: {seconds}", file=sys.stderr, flush=True)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine(*packages: str) -> str:
+    """One line: processor, cores, load, Python, versions, date."""
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    return (
+        f"{cores()} cores of {model}, load {os.getloadavg()[0]:.1f}, Python "
+        f"{platform.python_version()}, {versions}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+def matrix_product_rate(size: int = 2048, repeats: int = 10) -> float:
+    """FLOP/s of a float32 product of two square matrices in jax, the best of `repeats`."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((size, size))
+    return 2 * size**3 / _best(jax.jit(jnp.matmul), (x, x), repeats)
+
+
+def copy_rate(size: int = 1 << 26, repeats: int = 10) -> float:
+    """Bytes/s, read and written together, of adding 1 to `size` float32 numbers in jax."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones(size)
+    return 8 * size / _best(jax.jit(lambda x: x + 1), (x,), repeats)
+
+
+def _best(function: Callable, arguments: tuple, repeats: int) -> float:
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+    seconds = []
+    for _ in range(repeats):
+        since = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - since)
+    return min(seconds)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of one kind as a Markdown table; a column is as wide as its widest cell.
+
+    >>> print(table([{"who": "ours", "tokens/s": 1234.5}, {"who": "peer", "tokens/s": 99}]))
+    | who  | tokens/s |
+    |------|---------:|
+    | ours |    1,234 |
+    | peer |       99 |
+    """
+    names = list(rows[0])
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    numeric = [not isinstance(rows[0][name], str) for name in names]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(texts, widths, numeric, strict=True)
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = [
+        "-" * (width + 1) + (":" if right else "-")
+        for width, right in zip(widths, numeric, strict=True)
+    ]
+    return "\n".join([line(names), "|" + "|".join(rule) + "|", *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) < 100 else f"{value:,.0f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def report(title: str, rows: Sequence[Mapping[str, Any]], file: Path | None) -> None:
+    """Print the table; write title and rows as JSON where a file was asked for."""
+    print(f"\n{title}\n\n{table(rows)}")
+    if file is not None:
+        file.write_text(json.dumps({"title": title, "rows": rows}, indent=2) + "\n")

@@ -1,0 +1,254 @@
+"""Decoding beside Hugging Face's Marian, at equal sizes and lengths.
+
+    python benchmarks/decoding.py --corpus text:DIR --languages en-de
+
+Both models have the same sizes and random weights; both write, for each source, exactly as many
+tokens as it has and two more, so the work is the same. Ours reads text and writes text; the peer is
+given token ids in sorted, padded batches and keeps its ids. Without --corpus the sentences are
+those of the embedded test set. Needs the extra `benchmarks`; `--device gpu` leaves out the peer.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import (
+    Contender,
+    Run,
+    alternate,
+    copy_rate,
+    cores,
+    machine,
+    matrix_product_rate,
+    report,
+)
+
+EXTRA = 2
+"""Tokens of a translation beyond those of its source."""
+
+SIZES = {
+    "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
+    "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
+}
+
+
+def main() -> None:
+    """Measure, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", default="cldr:en-ko", help="its test split is decoded")
+    parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
+    parser.add_argument("--sentences", type=int, default=1000)
+    parser.add_argument("--size", choices=SIZES, default="multi30k")
+    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--batch-size", type=int, default=64, help="sentences, on both sides")
+    parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer, lines = prepare(args, Path(scratch))
+        sources = tokenizer.encode_batch(lines)
+        rows = [
+            row
+            for beam in args.beam_sizes
+            for row in measure(args, tokenizer, lines, sources, beam)
+        ]
+    packages = ["jax", *(["torch", "transformers"] if args.device == "cpu" else [])]
+    tokens = sum(len(ids) + EXTRA for ids in sources)
+    title = (
+        f"Decoding {len(lines):,} sentences of {args.corpus} into {tokens:,} tokens, size "
+        f"{args.size}, vocabulary {tokenizer.vocab_size:,}, {args.dtype}; {machine(*packages)}"
+    )
+    report(title, rows, args.json)
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> tuple[Any, list[str]]:
+    """A tokenizer of the training split, and the sources of the test split."""
+    from flaxformer_min.data.corpus import read_pairs
+    from flaxformer_min.data.tokenizer import train_tokenizer
+
+    splits = [read_pairs(args.corpus, split, args.languages) for split in ("train", "test")]
+    texts = (text for pair in splits[0][:100_000] for text in pair)
+    tokenizer = train_tokenizer(texts, args.vocab_size, folder / "tokenizer.model")
+    return tokenizer, [source for source, _ in splits[1]][: args.sentences]
+
+
+def measure(
+    args: argparse.Namespace, tokenizer: Any, lines: list[str], sources: list[list[int]], beam: int
+) -> list[dict[str, Any]]:
+    """The rows of one beam size: ours, the peer, and what the machine could do."""
+    contenders = [
+        Contender(
+            "flaxformer_min", ours, tokenizer, lines, beam, args.size, args.batch_size, args.dtype
+        )
+    ]
+    if args.device == "cpu":
+        peer = (sources, tokenizer.vocab_size, beam, args.size, args.batch_size)
+        tried = [Contender(f"Marian, {n} threads", marian, *peer, n) for n in {1, cores()}]
+        alternate(tried, 1)
+        tried.sort(key=lambda contender: contender.median("seconds"))
+        contenders.append(tried[0])
+        for slower in tried[1:]:
+            slower.close()
+    alternate(contenders, args.rounds)
+    best_peer = contenders[1].median("tokens_per_second") if len(contenders) > 1 else None
+    bound = bound_seconds(sources, beam, tokenizer.vocab_size, args)
+    rows = []
+    for contender in contenders:
+        seconds, rate = contender.median("seconds"), contender.median("tokens_per_second")
+        rows.append(
+            {
+                "who": contender.name,
+                "beam": beam,
+                "sentences/s": len(lines) / seconds,
+                "tokens/s": rate,
+                "start and first run, s": contender.first_seconds,
+                "ratio to the peer": rate / best_peer if best_peer else None,
+                "share of the bound": bound / seconds,
+            }
+        )
+        contender.close()
+    return rows
+
+
+def ours(
+    tokenizer: Any, lines: list[str], beam: int, size: str, batch_size: int, dtype: str
+) -> Run:
+    """Text to text with `Translator.translate`, as a user calls it."""
+    import jax
+    import jax.numpy as jnp
+
+    from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
+    from flaxformer_min.decoding.translator import Translator
+
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, dtype=dtype, **SIZES[size])
+    one = one_sentence_per_row(jnp.array([[4, 3]]))
+    params = jax.jit(Transformer(config).init)(jax.random.key(0), Batch(one, one))["params"]
+    decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
+    translator = Translator([config], [params], (tokenizer, tokenizer), decoding)
+    tokens = sum(len(ids) + EXTRA for ids in tokenizer.encode_batch(lines))
+
+    def run() -> dict[str, float]:
+        since = time.perf_counter()
+        # No hypothesis may end before its limit, and all must end there.
+        translator.translate(lines, beam_size=beam, min_length=1 << 20, max_extra_tokens=EXTRA)
+        seconds = time.perf_counter() - since
+        return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+
+    return run
+
+
+def marian(
+    sources: Sequence[list[int]],
+    vocab_size: int,
+    beam: int,
+    size: str,
+    batch_size: int,
+    threads: int,
+) -> Run:
+    """`generate` of a MarianMTModel on batches of sentences of about one length."""
+    import torch
+    from transformers import MarianConfig, MarianMTModel
+    from transformers.generation import LogitsProcessor, LogitsProcessorList
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    sizes = SIZES[size]
+    config = MarianConfig(
+        vocab_size=vocab_size,
+        d_model=sizes["d_model"],
+        encoder_layers=sizes["num_layers"],
+        decoder_layers=sizes["num_layers"],
+        encoder_ffn_dim=sizes["d_ff"],
+        decoder_ffn_dim=sizes["d_ff"],
+        encoder_attention_heads=sizes["num_heads"],
+        decoder_attention_heads=sizes["num_heads"],
+        activation_function="relu",
+        scale_embedding=True,
+        pad_token_id=0,
+        bos_token_id=2,
+        decoder_start_token_id=2,
+        eos_token_id=3,
+        forced_eos_token_id=None,
+        max_position_embeddings=2048,
+    )
+    model = MarianMTModel(config).eval()
+
+    class EndAtLimit(LogitsProcessor):
+        """EOS at each sentence's own limit, and not before."""
+
+        def __init__(self, limits: torch.Tensor):
+            self.limits = limits.repeat_interleave(beam)
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            at_limit = ids.shape[1] >= self.limits
+            if at_limit.any():
+                scores = scores.masked_fill(at_limit[:, None], -torch.inf)
+            scores[:, 3] = torch.where(at_limit, 0.0, -torch.inf)
+            return scores
+
+    ordered = sorted(sources, key=len, reverse=True)
+    batches = []
+    for first in range(0, len(ordered), batch_size):
+        batch = ordered[first : first + batch_size]
+        ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
+        for row, sentence in zip(ids, batch, strict=True):
+            row[: len(sentence)] = torch.tensor(sentence)
+        batches.append((ids, torch.tensor([len(sentence) + EXTRA for sentence in batch])))
+    tokens = sum(int(limits.sum()) for _, limits in batches)
+
+    def run() -> dict[str, float]:
+        written, since = [], time.perf_counter()
+        for ids, limits in batches:
+            with torch.inference_mode():
+                found = model.generate(
+                    input_ids=ids,
+                    attention_mask=(ids != 0).long(),
+                    num_beams=beam,
+                    do_sample=False,
+                    length_penalty=1.0,
+                    max_new_tokens=int(limits.max()),
+                    logits_processor=LogitsProcessorList([EndAtLimit(limits)]),
+                )
+            written.append(found)
+        seconds = time.perf_counter() - since
+        for found, (_, limits) in zip(written, batches, strict=True):
+            assert torch.equal((found[:, 1:] == 3).int().argmax(1) + 1, limits)
+        return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+
+    return run
+
+
+def bound_seconds(
+    sources: Sequence[list[int]], beam: int, vocab_size: int, args: argparse.Namespace
+) -> float:
+    """What these sentences would take at the machine's own rates, whichever is the longer: all
+    multiplications at the rate of a matrix product, or all that must be moved at that of a copy."""
+    sizes = SIZES[args.size]
+    d, layers, inner = sizes["d_model"], sizes["num_layers"], sizes["d_ff"]
+    flops = moved = 0
+    ordered = sorted(map(len, sources), reverse=True)
+    for first in range(0, len(ordered), args.batch_size):
+        batch = ordered[first : first + args.batch_size]
+        for length in batch:
+            flops += length * layers * (12 * d**2 + 4 * d * inner + 4 * d * length)
+        weights = layers * (6 * d**2 + 2 * d * inner) + vocab_size * d
+        for step in range(1, batch[0] + EXTRA + 1):
+            # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
+            live = [length for length in batch if step <= length + EXTRA]
+            per_token = layers * (12 * d**2 + 4 * d * inner) + 2 * vocab_size * d
+            looked_at = sum(beam * 4 * d * layers * (step + length) for length in live)
+            flops += len(live) * beam * per_token + looked_at
+            kept = sum(2 * d * layers * (beam * step + length) for length in live)
+            moved += 4 * (weights + kept + 2 * len(live) * beam * vocab_size)
+    return max(flops / matrix_product_rate(), moved / copy_rate())
+
+
+if __name__ == "__main__":
+    main()
