@@ -130,10 +130,10 @@ OPTIONS = list(options_of(make_parser()))
 
 @pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
 def test_every_option_tells_its_default_and_stands_in_the_documentation_and_here(command, option):
-    documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
+    documentation = (Path(__file__).parents[1] / "README.md").read_text()
     name = option.option_strings[0]
     assert "default" in option.help
-    section = documentation.split(f"\n## `{command.split()[1]}`")[1].split("\n## ")[0]
+    section = re.split("\n##+ ", documentation.split(f"\n### `{command.split()[1]}`")[1])[0]
     assert f"`{name}" in section
     assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text())
 
