@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def checksum(tree: PyTree) -> str:
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it.
 
-    `state` is a mapping whose entry "params" can later be restored alone.
+    `state` is a mapping whose entry "params", or "average" where there is one, can later be
+    restored alone.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -109,7 +111,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        steps = _steps(self.folder)
+        steps = steps_of(self.folder)
         found, damaged = None, []
         for step in steps:
             try:
@@ -144,15 +146,16 @@ class Checkpoints:
 def restore_params(
     folder: Path, step: int | None, warn: Callable[[str], None]
 ) -> tuple[int, PyTree]:
-    """The parameters alone, on this machine's first device: (step, params).
+    """What to translate with, on this machine's first device: (step, params).
 
-    `step` None: the best by validation if one was validated, else the newest. A damaged checkpoint
+    These are the parameters, or their moving average where the checkpoint has one. `step` None: the
+    best by validation if one was validated, else the newest. A damaged checkpoint
     is named to `warn` and the next best is tried. Raises ValueError when there is none, none is
     whole, or the one asked for is not there.
     """
     import orbax.checkpoint as ocp
 
-    steps = _steps(folder)
+    steps = steps_of(folder)
     if not steps:
         raise ValueError(f"{folder.parent} holds no checkpoint yet. Train it until it has saved.")
     if step is not None and step not in steps:
@@ -167,12 +170,44 @@ def restore_params(
     ) as manager:
         for candidate in [step] if step is not None else _best_first(folder, steps):
             try:
-                like = _on_first_device(manager.item_metadata(candidate)["state"].tree["params"])
-                state, _ = _restore(manager, candidate, {"params": like}, ocp, partial=True)
-                return candidate, state["params"]
+                tree = manager.item_metadata(candidate)["state"].tree
+                name = "average" if "average" in tree else "params"
+                like = _on_first_device(tree[name])
+                state, _ = _restore(manager, candidate, {name: like}, ocp, partial=True)
+                return candidate, state[name]
             except Exception as error:  # Orbax raises whatever its readers raise
                 warn(f"checkpoint {candidate} in {folder} is damaged ({_first_line(error)}).")
     raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
+
+
+def mean_of_newest(
+    folder: Path, count: int, warn: Callable[[str], None]
+) -> tuple[list[int], PyTree]:
+    """The mean of what the newest `count` whole checkpoints translate with, and their steps.
+
+    Section 6.1 takes the last 5 (base) or 20 (big). Raises ValueError when none is whole.
+    """
+    used: list[int] = []
+    total: PyTree = None
+    for step in steps_of(folder):
+        try:
+            params = jax.device_get(restore_params(folder, step, warn)[1])
+        except ValueError:
+            continue
+        wide = jax.tree.map(np.float64, params)
+        total = wide if total is None else jax.tree.map(np.add, total, wide)
+        used.append(step)
+        if len(used) == count:
+            break
+    if not used:
+        raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
+    return used, jax.tree.map(lambda sum_: (sum_ / len(used)).astype(np.float32), total)
+
+
+def rank_of_best(folder: Path) -> float | None:
+    """The lowest rank that a checkpoint here was saved with; None where none was validated."""
+    ranks = [rank for rank in map(partial(_rank, folder), steps_of(folder)) if rank is not None]
+    return min(ranks, default=None)
 
 
 def _on_first_device(metadata: PyTree) -> PyTree:
@@ -212,8 +247,8 @@ def _meta_checksum(meta: dict) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _steps(folder: Path) -> list[int]:
-    """Newest first. An unfinished save has a longer name."""
+def steps_of(folder: Path) -> list[int]:
+    """Of the checkpoints in a folder, newest first. An unfinished save has a longer name."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -221,14 +256,19 @@ def _steps(folder: Path) -> list[int]:
 def _best_first(folder: Path, steps: list[int]) -> list[int]:
     """Validated steps, the best of them first, then the others; the newest first among equals."""
 
-    def rank(step: int) -> tuple[bool, float]:
-        try:
-            metrics = json.loads((folder / str(step) / "metrics" / "metrics").read_text())
-            return False, float(metrics["rank"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return True, 0.0
+    def key(step: int) -> tuple[bool, float]:
+        rank = _rank(folder, step)
+        return rank is None, rank or 0.0
 
-    return sorted(steps, key=rank)
+    return sorted(steps, key=key)
+
+
+def _rank(folder: Path, step: int) -> float | None:
+    try:
+        metrics = json.loads((folder / str(step) / "metrics" / "metrics").read_text())
+        return float(metrics["rank"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _first_line(error: Exception) -> str:

@@ -95,6 +95,10 @@ class DataConfig:
     target_row_length: int = setting(64, at_least=8)
     """Places in a row of target tokens. A pair that needs more is dropped and counted."""
 
+    subword_sampling: float = setting(0.0, at_least=0)
+    """Above 0: each epoch cuts the training text anew into other pieces of the vocabulary (subword
+    regularisation, Kudo 2018). This is Kudo's α; the smaller, the wilder; 0.1 to 0.5 are usual."""
+
     rows_per_batch: int = setting(32, at_least=1)
     """Rows a training step reads on all devices together, before gradient accumulation."""
 
@@ -210,6 +214,18 @@ class TrainingConfig:
     label_smoothing: float = setting(0.1, at_least=0, less_than=1)
     """ε_ls, the share of each label that is spread over the vocabulary."""
 
+    r_drop: float = setting(0.0, at_least=0)
+    """Above 0: read each batch twice, under two dropout masks, and punish with this weight what the
+    two predictions disagree about (R-Drop, Liang et al. 2021, their α). A step costs twice."""
+
+    ema_decay: float = setting(0.0, at_least=0, less_than=1)
+    """Above 0: keep an exponential moving average of the parameters, which takes this share of
+    itself at each step; it is what is validated and translated with (Polyak and Juditsky 1992)."""
+
+    average_checkpoints: int = setting(1, at_least=1, may_change=True)
+    """Above 1: when training ends, validate the mean of the newest so many checkpoints (section
+    6.1: 5 or 20), and translate with it if it is better than the best of them alone."""
+
     gradient_accumulation: int = setting(1, at_least=1)
     """Batches whose gradients are summed into one update."""
 
@@ -237,12 +253,21 @@ class TrainingConfig:
     best_by: Literal["loss", "bleu"] = setting("loss", may_change=True)
     """What makes a checkpoint the best: the lowest validation loss or the highest BLEU."""
 
+    patience: int | None = setting(None, at_least=1, may_change=True)
+    """Stop when so many validations in a row found nothing better; None: never before `steps`."""
+
     max_skipped: int = setting(20, at_least=1, may_change=True)
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "training")
+        if self.average_checkpoints > self.keep_checkpoints:
+            raise ValueError(
+                "training.average_checkpoints must not exceed training.keep_checkpoints, for the "
+                f"mean is that of kept ones; got {self.average_checkpoints} and "
+                f"{self.keep_checkpoints}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

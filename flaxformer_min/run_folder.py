@@ -3,6 +3,7 @@
 config.json               every setting, and the version of this format
 tokenizer.model           SentencePiece; or source_tokenizer.model and target_tokenizer.model
 checkpoints/STEP/         Orbax: parameters, optimizer, random key; where the rows stand
+averaged/STEP/            Orbax: the mean of the last checkpoints, where it was found to be better
 metrics.jsonl             one line per log and per validation
 tensorboard/              the same as TensorBoard events
 lock                      held by the process that trains
@@ -12,11 +13,12 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.checkpoint import Checkpoints, restore_params
+from flaxformer_min.checkpoint import Checkpoints, restore_params, steps_of
 from flaxformer_min.config import Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.files import write_atomically
@@ -31,6 +33,7 @@ class RunFolder:
         """Name the folder; it need not exist."""
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self.averaged = self.path / "averaged"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
 
@@ -72,9 +75,28 @@ class RunFolder:
         return fit_vocabulary(self.config().model, self.tokenizers())
 
     def params(self, step: int | None, warn: Callable[[str], None]) -> tuple[int, Any]:
-        """(step, parameters) of a checkpoint; None: the best validated, else the newest."""
+        """(step, parameters) of a checkpoint; None: what to translate with.
+
+        That is the mean that `keep_average` kept, else the best checkpoint by validation, else the
+        newest.
+        """
         self.config()
+        if step is None and steps_of(self.averaged):
+            try:
+                return restore_params(self.averaged, None, warn)
+            except ValueError:
+                warn("the mean cannot be used; a checkpoint is.")
         return restore_params(self.checkpoints, step, warn)
+
+    def keep_average(self, params: Any, step: int) -> None:
+        """Translate with these parameters from now on."""
+        checkpoints = Checkpoints(self.averaged, keep=1)
+        checkpoints.save(step, {"params": params}, {})
+        checkpoints.close()
+
+    def drop_average(self) -> None:
+        """Translate with the best checkpoint."""
+        shutil.rmtree(self.averaged, ignore_errors=True)
 
     def begin(
         self, config: Config, make_tokenizers: Callable[[tuple[Path, Path]], Tokenizers]

@@ -10,13 +10,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
 
+from flaxformer_min.data.tokenizer import Tokenizer, seed_sampling
 from flaxformer_min.tokens import Batch, Tokens
 
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
@@ -161,6 +163,25 @@ def _map_side(folder: Path, side: str) -> Ragged:
     empty = not (folder / f"{side}.bin").stat().st_size
     ids = np.zeros(0, np.int32) if empty else np.memmap(folder / f"{side}.bin", np.int32, "r")
     return Ragged(ids, np.cumsum(lengths) - lengths, lengths)
+
+
+class Sampler:
+    """An `Encoder` that cuts each text in one of many ways (subword regularisation, Kudo 2018).
+
+    What it gives is a function of its seed and of all texts it was given before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, alpha: float, seed: tuple[int, ...]):
+        """`alpha` as in `Tokenizer.sample`."""
+        self.fingerprint = f"{tokenizer.fingerprint} sampled {alpha} {seed}"
+        self._sample = partial(tokenizer.sample, alpha=alpha)
+        self._seed = int(np.random.default_rng(seed).integers(1 << 31))
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, ending in EOS."""
+        seed_sampling(self._seed)
+        self._seed += 1
+        return [self._sample(text) for text in texts]
 
 
 class Plan(NamedTuple):
@@ -319,8 +340,12 @@ class TrainingRows(Iterator[Batch]):
         workers: int = 0,
         process: int = 0,
         processes: int = 1,
+        resample: Callable[[int], EncodedPairs] | None = None,
     ):
-        """Start at epoch 0. `rows` is what one step reads on all devices and processes together."""
+        """Start at epoch 0. `rows` is what one step reads on all devices and processes together.
+
+        `resample(epoch)` gives the pairs of an epoch where they are cut anew for each.
+        """
         if rows % processes:
             raise ValueError(
                 "the rows of a step must divide evenly among processes; got "
@@ -328,17 +353,17 @@ class TrainingRows(Iterator[Batch]):
             )
         self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
         self._seed, self._workers = seed, workers
-        self._process, self._processes = process, processes
+        self._process, self._processes, self._resample = process, processes, resample
         self._batches: grain.DatasetIterator | None = None
         self.set_state({"epoch": 0, "batch": 0})
 
     def epoch(self, number: int) -> EpochBatches:
         """All batches of one epoch."""
         rng = np.random.default_rng((self._seed, number))
-        lengths = self._encoded.source.lengths, self._encoded.target.lengths
-        plan = pack(*lengths, self._row_lengths, rng)
+        encoded = self._encoded if self._resample is None else self._resample(number)
+        plan = pack(encoded.source.lengths, encoded.target.lengths, self._row_lengths, rng)
         share = (self._process, self._processes)
-        return EpochBatches(self._encoded, plan, self._rows, self._row_lengths, *share)
+        return EpochBatches(encoded, plan, self._rows, self._row_lengths, *share)
 
     def get_state(self) -> dict[str, int]:
         """The epoch, and how many of its batches were delivered."""

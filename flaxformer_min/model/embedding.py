@@ -1,5 +1,6 @@
 """The boxes "Input Embedding", "Output Embedding" and the last "Linear" (section 3.4)."""
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -8,6 +9,32 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.positions import batched_sinusoidal_encoding
 from flaxformer_min.tokens import Tokens
+
+
+@jax.custom_vjp
+def project(
+    x: Float[Array, "batch length d_model"], kernel: Float[Array, "d_model vocab"]
+) -> Float[Array, "batch length vocab"]:
+    """x · kernel in float32.
+
+    Its gradient is the usual one, written down because jax would transpose the gradient of all
+    logits, the largest array there is, and not that of the kernel.
+    """
+    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+
+
+def _project_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return project(x, kernel), (x, kernel)
+
+
+def _project_backward(read: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, kernel = read
+    gradient = gradient.astype(x.dtype)
+    of_kernel = x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+    return gradient @ kernel.T, of_kernel
+
+
+project.defvjp(_project_forward, _project_backward)
 
 
 class Embedding(nn.Module):
@@ -36,8 +63,7 @@ class Embedding(nn.Module):
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """The box "Linear" with the table's own weights: how well each piece fits, in float32."""
-        table = self.table.astype(x.dtype)
-        return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
+        return project(x, self.table.astype(x.dtype).T)
 
 
 class OutputProjection(nn.Module):
@@ -51,5 +77,4 @@ class OutputProjection(nn.Module):
         shape = (x.shape[-1], self.vocab_size)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape).astype(x.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,))
-        product = jnp.einsum("bld,dv->blv", x, kernel, preferred_element_type=jnp.float32)
-        return product + bias[None, None, :]
+        return project(x, kernel) + bias[None, None, :]

@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -88,9 +88,12 @@ def train(
     *,
     stop: Callable[[], bool] = bool,
     window: Mapping[str, float] | None = None,
+    ranks: Sequence[float] = (),
     say: Callable[[str], None] = print,
 ) -> TrainState:
     """Train until `config.steps`, or until `stop()`; then save and return the state.
+
+    `window` and `ranks` are what the checkpoint that training goes on from says of them.
 
     `rows` give the host's batches and `split` lays them out for the devices. `validate(params,
     step)` returns metrics, "validation_loss" and "validation_bleu" among them if the best
@@ -101,7 +104,7 @@ def train(
     step, summary = int(state.step), Window(window)
     saved = step
     pending: tuple[Metrics, int, int] | None = None
-    in_a_row = 0
+    in_a_row, ranks = 0, list(ranks)
 
     def take_in(waiting: tuple[Metrics, int, int] | None, step: int) -> None:
         nonlocal in_a_row
@@ -115,12 +118,12 @@ def train(
 
     def save(rank: float | None = None) -> None:
         nonlocal saved
-        meta = {"rows": rows.get_state(), "window": summary.sums}
-        checkpoints.save(step, state._asdict(), meta, rank)
+        meta = {"rows": rows.get_state(), "window": summary.sums, "ranks": ranks}
+        checkpoints.save(step, state.to_dict(), meta, rank)
         saved = step
 
     with _progress(step, config.steps) as bar:
-        while step < config.steps and not stop():
+        while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
             batch = next(rows)
             real = sum(int(np.count_nonzero(side.segments)) for side in batch)
             places = sum(side.segments.size for side in batch)
@@ -139,11 +142,15 @@ def train(
                 say(_readable(step, config.steps, line))
             rank = None
             if due[1] or step == config.steps:
-                scores = validate(state.params, step)
+                scores = validate(state.best_params, step)
                 log.write(step, scores)
-                rank = _rank(scores, config.best_by)
+                rank = rank_of(scores, config.best_by)
+                ranks.append(math.inf if rank is None else rank)
                 summary.restart_clock()
-            if due[2] or step == config.steps:
+            impatient = out_of_patience(ranks, config.patience)
+            if impatient:
+                say(f"Stopping: {config.patience} validations in a row found nothing better.")
+            if due[2] or step == config.steps or impatient:
                 save(rank)
     take_in(pending, step)
     if saved != step:
@@ -152,12 +159,23 @@ def train(
     return state
 
 
-def _rank(scores: Mapping[str, float], best_by: str) -> float | None:
+def out_of_patience(ranks: Sequence[float], patience: int | None) -> bool:
+    """Whether none of the last `patience` validations ranks below all before them.
+
+    >>> out_of_patience([3.0, 2.0, 2.5], 2), out_of_patience([3.0, 2.0, 2.5, 2.0], 2)
+    (False, True)
+    """
+    if patience is None or len(ranks) <= patience:
+        return False
+    return min(ranks[-patience:]) >= min(ranks[:-patience])
+
+
+def rank_of(scores: Mapping[str, float], best_by: str) -> float | None:
     """Lower is better; None where nothing comparable was measured, a loss of NaN included.
 
-    >>> _rank({"validation_loss": 2.0, "validation_bleu": 30.0}, "bleu")
+    >>> rank_of({"validation_loss": 2.0, "validation_bleu": 30.0}, "bleu")
     -30.0
-    >>> _rank({"validation_loss": float("nan")}, "loss")
+    >>> rank_of({"validation_loss": float("nan")}, "loss")
     """
     if best_by == "bleu" and "validation_bleu" in scores:
         return -scores["validation_bleu"]

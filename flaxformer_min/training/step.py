@@ -1,6 +1,7 @@
 """One step of learning, on all devices at once (sections 5.2-5.4)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +23,24 @@ Metrics = dict[str, Float[Array, ""]]
 class TrainState(NamedTuple):
     """All that training remembers. Save it, and nothing of the run is lost.
 
-    step counts updates, key makes every dropout mask; both with params and optimizer state are the
-    same on all devices.
+    step counts updates, key makes every dropout mask, average is the moving average of the
+    parameters where the config asks for one; all of it is the same on all devices.
     """
 
     step: Int[Array, ""]
     params: Params
     opt_state: optax.OptState
     key: Key[Array, ""]
+    average: Params | None = None
+
+    @property
+    def best_params(self) -> Params:
+        """What to translate with: the moving average, or the parameters themselves."""
+        return self.params if self.average is None else self.average
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: all there is."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def make_optimizer(d_model: int, config: TrainingConfig) -> optax.GradientTransformation:
@@ -50,7 +61,9 @@ def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
     def init() -> TrainState:
         params = model.init(params_key, Batch(tokens, tokens))["params"]
         opt_state = make_optimizer(model.config.d_model, config).init(params)
-        return TrainState(jnp.int32(0), params, opt_state, key)
+        # A copy, for a buffer cannot be donated twice.
+        average = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+        return TrainState(jnp.int32(0), params, opt_state, key, average)
 
     return jax.jit(init, out_shardings=on_every_device())()
 
@@ -62,17 +75,39 @@ def on_every_device() -> jax.sharding.Sharding:
 
 
 def gradient_sums(
-    model: Transformer, params: Params, batch: Batch, key: Key[Array, ""], smoothing: float
+    model: Transformer, params: Params, batch: Batch, key: Key[Array, ""], config: TrainingConfig
 ) -> tuple[Params, Sums]:
     """The gradient of the loss summed over the tokens of `batch`, and the sums themselves."""
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
-        logits = model.apply({"params": params}, batch, rngs={"dropout": key})
+        read = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch) if config.r_drop else batch
+        variables = {"params": params}
+        features = model.apply(variables, read, method="features", rngs={"dropout": key})
+        twice = features.reshape(-1, *batch.target.ids.shape, features.shape[-1])
+
+        def logits(x: Float[Array, "rows target d_model"]) -> Float[Array, "rows target vocab"]:
+            return model.apply(variables, x, method="logits")
+
         target = batch.target
-        sums = sum_over_tokens(logits, target.ids, target.segments, smoothing)
+        sums = sum_over_tokens(
+            logits, twice, target.ids, target.segments, config.label_smoothing, config.r_drop
+        )
         return sums.loss, sums
 
     return jax.grad(loss, has_aux=True)(params)
+
+
+def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
+    """The average after one more step: `decay` of the old, the rest of the new.
+
+    The first steps weigh the new more, (1 + step) / (10 + step) being the most that is kept: what a
+    model is before it has learned is soon forgotten.
+
+    >>> moving_average(jnp.float32(0), jnp.float32(1), jnp.int32(0), 0.999)
+    Array(0.9, dtype=float32)
+    """
+    kept = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, average, params)
 
 
 def make_train_step(
@@ -95,12 +130,12 @@ def make_train_step(
         def accumulate(total: tuple[Params, Sums], numbered: tuple[Int[Array, ""], Batch]):
             number, part = numbered
             part_key = jax.random.fold_in(key, number)
-            new = gradient_sums(model, state.params, part, part_key, config.label_smoothing)
+            new = gradient_sums(model, state.params, part, part_key, config)
             return jax.tree.map(jnp.add, total, new), None
 
         if config.gradient_accumulation == 1:
             part = jax.tree.map(lambda column: column[0], batch)
-            total = gradient_sums(model, state.params, part, key, config.label_smoothing)
+            total = gradient_sums(model, state.params, part, key, config)
         else:
             zero = jax.tree.map(jnp.zeros_like, state.params), Sums(*(jnp.float32(0.0),) * 4)
             numbers = jnp.arange(config.gradient_accumulation)
@@ -112,10 +147,13 @@ def make_train_step(
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        params, opt_state = jax.tree.map(
+        average = state.average
+        if average is not None:
+            average = moving_average(average, params, state.step, config.ema_decay)
+        params, opt_state, average = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
+            (params, opt_state, average),
+            (state.params, state.opt_state, state.average),
         )
         metrics = {
             "loss": sums.loss / tokens,
@@ -125,7 +163,7 @@ def make_train_step(
             "learning_rate": rate(state.step),
             "skipped": 1.0 - finite,
         }
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+        return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
 
     return jax.pmap(
         train_step, axis_name="devices", in_axes=(None, 0), out_axes=None, donate_argnums=0
@@ -137,8 +175,9 @@ def make_eval_step(model: Transformer) -> Callable[[Params, Batch], Sums]:
 
     def eval_step(params: Params, batch: Batch) -> Sums:
         batch = jax.tree.map(lambda column: column[0], batch)
-        logits = model.apply({"params": params}, batch)
-        sums = sum_over_tokens(logits, batch.target.ids, batch.target.segments, 0.0)
+        features = model.apply({"params": params}, batch, method="features")
+        target, logits = batch.target, partial(model.apply, {"params": params}, method="logits")
+        sums = sum_over_tokens(logits, features[None], target.ids, target.segments)
         return jax.lax.psum(sums, "devices")
 
     return jax.pmap(eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None)
