@@ -44,6 +44,7 @@ from flaxformer_min.processes import (
 )
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
+from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import train
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
@@ -308,6 +309,8 @@ def fit(
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
     devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
     train_step = timing_the_first(make_train_step(model, config.training))
+    if config.training.debug_nans:
+        train_step = stopping_at_not_finite(train_step, model, config.training)
     try:
         return train(
             state,
