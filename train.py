@@ -4,6 +4,7 @@ Without arguments it learns to translate embedded English phrases into Korean. A
 gone on with. Every setting is listed by --help.
 """
 
+import contextlib
 import dataclasses
 import runpy
 import sys
@@ -33,23 +34,39 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.devices import CompileClock, describe, keep_compiled_programs
 from flaxformer_min.evaluation import bleu, evaluate
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.processes import (
+    Distributed,
+    first_ahead,
+    gather,
+    is_first,
+    shared_poll,
+    together,
+)
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
+from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import train
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
 STARTED = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
-say = tqdm.write
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Config):
-    """The settings of a run, and where it lives."""
+    """The settings of a run, where it lives, and who takes part."""
 
     workdir: Path = Path("runs")
-    """The run folder."""
+    """The run folder. Several processes must see the same one."""
+
+    distributed: Distributed = Distributed()
+
+
+def say(text: str) -> None:
+    """Tell the user, once."""
+    if is_first():
+        tqdm.write(text)
 
 
 class Stopwatch:
@@ -71,10 +88,13 @@ def main(arguments: list[str]) -> int:
     """Train, then score the test set; returns the exit status."""
     try:
         settings = read_arguments(arguments)
-        with RunFolder(settings.workdir).locked() as run:
-            return work(
-                run, Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config)))
-            )
+        run = RunFolder(settings.workdir)
+        config = Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config)))
+        with together(settings.distributed), contextlib.ExitStack() as held:
+            with first_ahead("lock"):
+                if is_first():
+                    held.enter_context(run.locked())
+            return work(run, config)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
@@ -105,39 +125,51 @@ def work(run: RunFolder, config: Config) -> int:
     """One run from its text to its test score."""
     watch, compiled = Stopwatch(), CompileClock()
     keep_compiled_programs(cache_folder(config.data.cache_dir))
-    languages = languages_of(config.data.corpus, config.data.languages, **where(config))
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, languages="-".join(languages))
-    )
-    pairs = {name: open_split(config, name) for name in ("train", "validation")}
+    with first_ahead("corpus"):
+        languages = languages_of(config.data.corpus, config.data.languages, **where(config))
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, languages="-".join(languages))
+        )
+        pairs = {name: open_split(config, name) for name in ("train", "validation")}
     watch.finish("data")
-    tokenizers = run.begin(config, lambda paths: make_tokenizers(config, pairs["train"], paths))
+    with first_ahead("tokenizer"):
+        tokenizers = (
+            run.begin(config, lambda paths: make_tokenizers(config, pairs["train"], paths))
+            if is_first()
+            else run.tokenizers()
+        )
     watch.finish("tokenizer")
-    encoded = {name: encode(config, name, pairs[name], tokenizers) for name in pairs}
+    with first_ahead("encoded"):
+        encoded = {name: encode(config, name, pairs[name], tokenizers) for name in pairs}
+    check_agreement(config, encoded)
     row_lengths = config.data.source_row_length, config.data.target_row_length
+    share = jax.process_index(), jax.process_count()
     rows = TrainingRows(
         encoded["train"],
         row_lengths,
         config.data.rows_per_batch * config.training.gradient_accumulation,
         config.training.seed,
         config.data.workers,
+        *share,
     )
     watch.finish("data")
     model = Transformer(fit_vocabulary(config.model, tokenizers))
     state, checkpoints = init_state(model, config.training), run.open_checkpoints(config)
     announce(run, config, model, state, encoded, rows.epoch(0))
     translator = Translator([model.config], [state.params], tokenizers, config.decoding)
-    held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch)
+    held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch, *share)
     validate = make_validate(config, model, held_out, pairs["validation"], translator)
     with StopRequest("finishing this step, then saving; once more to end at once") as stop:
         state = fit(run, config, model, state, rows, checkpoints, validate, stop)
     watch.finish("training")
     checkpoints.close()
     rows.close()
-    if stop:
+    if status := max(gather("status", stop.status)):
         say(f"Stopped at step {int(state.step):,} and saved. To go on: {command()}")
-        return stop.status
-    score_test_set(run, config)
+        return status
+    with first_ahead("test score"):
+        if is_first():
+            score_test_set(run, config)
     watch.finish("test")
     stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in watch.seconds.items())
     say(f"Time: {stages}; of these {compiled}.")
@@ -180,6 +212,23 @@ def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPa
     return encoded
 
 
+def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:
+    """Raise ValueError unless all processes were given the same settings and the same text.
+
+    Else they would not take the same steps, and wait for one another for ever.
+    """
+    mine = {"settings": config.to_json()} | {
+        f"{name} pairs": split.folder.name for name, split in encoded.items()
+    }
+    for process, other in enumerate(gather("agreement", mine)):
+        differing = [name for name in mine if mine[name] != other[name]]
+        if differing:
+            raise ValueError(
+                "all processes must be given the same settings and the same text; the "
+                f"{' and the '.join(differing)} of process {process} are others than here."
+            )
+
+
 def announce(
     run: RunFolder,
     config: Config,
@@ -206,7 +255,7 @@ def make_validate(
     config: Config, model: Transformer, batches: EpochBatches, pairs: Any, translator: Translator
 ) -> Callable[[Any, int], dict[str, float]]:
     """The function that measures loss on all, and BLEU on some, of the validation pairs."""
-    eval_step, devices = make_eval_step(model), jax.device_count()
+    eval_step, devices = make_eval_step(model), jax.local_device_count()
     usable = [pair for pair in pairs if not is_empty(pair)]
     stride = max(len(usable) // max(config.training.validation_sentences, 1), 1)
     some = usable[::stride][: config.training.validation_sentences]
@@ -234,7 +283,7 @@ def make_validate(
             for i in np.random.default_rng(step).choice(len(some), min(3, len(some)), False):
                 text += f"\n    {some[i][0]}\n      -> {found[i]}\n       ({references[i]})"
         say(text)
-        return scores
+        return gather(f"scores of step {step}", scores)[0]
 
     return validate
 
@@ -251,25 +300,28 @@ def fit(
 ) -> TrainState:
     """Train from the newest checkpoint, or from nothing."""
     window = None
-    found = checkpoints.restore(state._asdict(), lambda text: say(f"warning: {text}"))
+    found = checkpoints.restore(state.to_dict(), lambda text: say(f"warning: {text}"))
     if found is not None:
         step, restored, meta = found
         state, window = TrainState(**restored), meta["window"]
         rows.set_state(meta["rows"])
         say(f"Going on from step {step:,}.")
-    log = MetricsLog(run.metrics, run.tensorboard, int(state.step))
-    devices, accumulation = jax.device_count(), config.training.gradient_accumulation
+    log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
+    devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
+    train_step = timing_the_first(make_train_step(model, config.training))
+    if config.training.debug_nans:
+        train_step = stopping_at_not_finite(train_step, model, config.training)
     try:
         return train(
             state,
-            timing_the_first(make_train_step(model, config.training)),
+            train_step,
             rows,
             lambda batch: split_over_devices(batch, devices, accumulation),
             config.training,
             checkpoints,
             log,
             validate,
-            stop=lambda: bool(stop),
+            stop=shared_poll(lambda: bool(stop)),
             window=window,
             say=say,
         )

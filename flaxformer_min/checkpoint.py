@@ -17,6 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxformer_min.devices import on_all_processes
+from flaxformer_min.processes import count, first_ahead, gather, index, is_first
+
 PyTree = Any
 
 EXPECTED = ("read_only", "read only", "tracked_metric")
@@ -51,6 +54,9 @@ def checksum(tree: PyTree) -> str:
 
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it.
+
+    Where several processes train together, all do the same with it at the same time: each writes
+    its part of the arrays, and the first does what is done once.
 
     `state` is a mapping whose entry "params", or "average" where there is one, can later be
     restored alone.
@@ -93,6 +99,8 @@ class Checkpoints:
         checksums = {name: checksum(tree) for name, tree in state.items()}
         meta = {**meta, "step": step, "checksums": checksums}
         meta["checksum"] = _meta_checksum(meta)
+        if count() > 1:
+            state = on_all_processes(state)
         self._manager.save(
             step,
             args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
@@ -111,28 +119,39 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        steps = steps_of(self.folder)
+        steps = gather("checkpoints", steps_of(self.folder))[0]
         found, damaged = None, []
         for step in steps:
+            wrong = None
             try:
                 found = _restore(self._manager, step, like, ocp)
-                break
             except Exception as error:  # Orbax raises whatever its readers raise
-                damaged.append(step)
-                warn(f"checkpoint {step} in {self.folder} is damaged ({_first_line(error)}).")
+                wrong = _first_line(error)
+            # What one process cannot read, none may go on from.
+            wrong = next(filter(None, gather(f"restored {step}", wrong)), None)
+            if wrong is None:
+                break
+            found = None
+            damaged.append(step)
+            warn(f"checkpoint {step} in {self.folder} is damaged ({wrong}).")
         if steps and found is None:
             raise ValueError(
                 f"no checkpoint in {self.folder} is whole; tried {', '.join(map(str, steps))}. "
                 "Copy one back from elsewhere, or start in another folder."
             )
+        if damaged:
+            with first_ahead("damaged checkpoints"):
+                if is_first():
+                    self._move_aside(damaged)
+            self._manager.reload()
+        return None if found is None else (step, *found)
+
+    def _move_aside(self, damaged: list[int]) -> None:
         for name in map(str, damaged):
             shelter = self.folder.parent / "damaged"
             shelter.mkdir(exist_ok=True)
             shutil.rmtree(shelter / name, ignore_errors=True)
             shutil.move(self.folder / name, shelter / name)
-        if damaged:
-            self._manager.reload()
-        return None if found is None else (step, *found)
 
     def wait(self) -> None:
         """Return when what was saved is on disk; raise what went wrong on the way."""
@@ -164,7 +183,8 @@ def restore_params(
             f"{', '.join(map(str, steps))}."
         )
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    alone = ocp.options.MultiprocessingOptions(primary_host=index(), active_processes={index()})
+    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
     with ocp.CheckpointManager(
         folder.absolute(), options=options, item_handlers=handlers
     ) as manager:

@@ -259,6 +259,9 @@ class TrainingConfig:
     max_skipped: int = setting(20, at_least=1, may_change=True)
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
+    debug_nans: bool = setting(False, may_change=True)
+    """Stop at the first such step, and name the operation that made NaN or infinity of numbers."""
+
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "training")

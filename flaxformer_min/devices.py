@@ -15,11 +15,28 @@ def replicate(tree: Any, devices: list[jax.Device]) -> Any:
     return jax.device_put(tree, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
+def on_all_processes(tree: Any) -> Any:
+    """Arrays that lie on each device of this process as the same ones on each device of all.
+
+    Nothing is copied or sent: every process must hold the same values.
+    """
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def widen(leaf: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, shards)
+
+    return jax.tree.map(widen, tree)
+
+
 def describe() -> str:
     """What jax computes on, and a word if the machine has a GPU that it does not see."""
     devices = jax.devices()
     text = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
     text += f" ({devices[0].device_kind})"
+    if jax.process_count() > 1:
+        text += f" of {jax.process_count()} processes"
     if devices[0].platform == "cpu" and (gpus := _nvidia_gpus()):
         text += (
             f"; there is {', '.join(gpus)}, which this jax does not use: "

@@ -262,7 +262,7 @@ training.seed
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype
-training.steps training.log_every training.validate_every training.save_every
+training.steps training.log_every training.validate_every training.save_every training.debug_nans
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
 """
 

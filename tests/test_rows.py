@@ -154,6 +154,22 @@ def test_processes_share_the_rows_of_each_batch(encoded):
             assert np.array_equal(joined, whole[number].source[column])
 
 
+@pytest.mark.parametrize("pairs, rows", [(1, 6), (7, 6), (40, 12)])
+def test_no_process_runs_out_of_batches_before_another(pairs, rows, tmp_path):
+    """Else one would wait in a step for those that have ended. Who has no row left has empty ones.
+
+    Long pairs stand alone in their row, so that the last batch is not for all.
+    """
+    long = encode([("abcdefghijk", "vwxyzvwxyz")] * pairs, tmp_path)
+    for make in (single_pass, lambda *args: TrainingRows(*args[:3], 0, 0, *args[3:]).epoch(1)):
+        shares = [make(long, ROWS, rows, process, 3) for process in range(3)]
+        assert {len(share) for share in shares} == {-(-pairs // rows)}
+        last = [share[len(share) - 1].source for share in shares]
+        assert all(tokens.ids.shape == (rows // 3, ROWS[0]) for tokens in last)
+        assert sum((tokens.segments > 0).any(1).sum() for tokens in last) == (pairs - 1) % rows + 1
+    assert not last[2].ids.any()
+
+
 def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):
     full_rows = (
         len(pack(*(side.lengths for side in (encoded[0].source, encoded[0].target)), ROWS).starts)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,14 @@ def test_a_finished_run_trains_no_further_and_is_not_saved_again(config, tmp_pat
     assert "Going on from step 2" in capsys.readouterr().out
 
 
+def test_debugging_names_the_operation_behind_a_rate_that_explodes(config, tmp_path, capsys):
+    wild = ["--training.learning-rate-scale", "1e30", "--training.debug-nans"]
+    assert run(config, tmp_path / "run", *wild) == 2
+    error = capsys.readouterr().err
+    assert "train.py: error: training stopped at step 2: " in error
+    assert re.search(r"made the first (NaN|infinity), .* at flaxformer_min/model/\w+.py:\d+, in", error)
+
+
 def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path, capsys):
     """No pair fits the short rows; longer rows are another setting, but nothing was learned yet."""
     corpus = write_corpus(tmp_path / "long")
@@ -279,7 +288,7 @@ def test_a_run_is_resumed_with_what_its_checkpoint_says(config, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2)
     model = train.Transformer(train.RunFolder(tmp_path / "run").model_config())
     like = init_state(model, train.RunFolder(tmp_path / "run").config().training)
-    step, state, meta = checkpoints.restore(like._asdict(), pytest.fail)
+    step, state, meta = checkpoints.restore(like.to_dict(), pytest.fail)
     checkpoints.close()
     assert step == int(state["step"]) == 9
     assert meta["rows"]["epoch"] >= 1

@@ -16,6 +16,7 @@ from flaxformer_min.config import ModelConfig, TrainingConfig
 from flaxformer_min.data.rows import split_over_devices
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
 from flaxformer_min.training.schedule import learning_rate
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
@@ -145,6 +146,37 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
     assert float(metrics["skipped"]) == 1
     assert int(after.step) == 1
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after[1:3]))
+
+
+def test_the_operation_that_made_the_first_infinity_is_named_with_its_place(learner):
+    """Embeddings of 1e20 are numbers; their products in the first attention are none."""
+    model, training, step = learner
+    step = stopping_at_not_finite(step, model, training)
+    state, metrics = step(init_state(model, training), two_rows())
+    assert float(metrics["skipped"]) == 0
+    table = state.params["embedding"]["table"] * 1e20
+    params = {**state.params, "embedding": {"table": table}}
+    named = (
+        r"training stopped at step 2: dot_general made the first infinity, of numbers up "
+        r"to \d\.\d+e\+20, at flaxformer_min/model/attention.py:\d+, in .*layer_0/self_attention"
+    )
+    with pytest.raises(RuntimeError, match=named):
+        step(state._replace(params=params), two_rows())
+
+
+def test_a_parameter_that_is_not_finite_is_named(learner):
+    model, training, step = learner
+    state = init_state(model, training)
+    table = state.params["embedding"]["table"].at[5, 0].set(jnp.nan)
+    broken = state._replace(params={**state.params, "embedding": {"table": table}})
+    with pytest.raises(RuntimeError, match="the parameter embedding/table is not finite"):
+        stopping_at_not_finite(step, model, training)(broken, two_rows())
+
+
+def test_masked_scores_are_not_taken_for_the_fault(learner):
+    """A mask makes infinities of its own, and they are none of a step's that is finite."""
+    model, training, _ = learner
+    assert find_not_finite(model, training, init_state(model, training), two_rows()) is None
 
 
 def test_clipping_bounds_what_adam_sees():

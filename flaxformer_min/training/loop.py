@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.config import TrainingConfig
@@ -45,9 +44,9 @@ class Window:
         """Leave out of the rates what happens from here to the next call (a validation, say)."""
         self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
 
-    def add(self, metrics: Mapping[str, float], places: int, real: int) -> None:
+    def add(self, metrics: Mapping[str, float]) -> None:
         """Count one step."""
-        counts = {"steps": 1, "places": places, "real": real, "tokens": metrics["tokens"]}
+        counts = {"steps": 1} | {name: metrics[name] for name in ("places", "real", "tokens")}
         if not metrics["skipped"]:
             counts |= {name: metrics[name] for name in ("loss", "accuracy", "gradient_norm")}
         counts |= {"learned": 1 - metrics["skipped"], "skipped": metrics["skipped"]}
@@ -103,15 +102,15 @@ def train(
     """
     step, summary = int(state.step), Window(window)
     saved = step
-    pending: tuple[Metrics, int, int] | None = None
+    pending: Metrics | None = None
     in_a_row, ranks = 0, list(ranks)
 
-    def take_in(waiting: tuple[Metrics, int, int] | None, step: int) -> None:
+    def take_in(waiting: Metrics | None, step: int) -> None:
         nonlocal in_a_row
         if waiting is None:
             return
-        metrics = {name: float(value) for name, value in jax.device_get(waiting[0]).items()}
-        summary.add(metrics, *waiting[1:])
+        metrics = {name: float(value) for name, value in jax.device_get(waiting).items()}
+        summary.add(metrics)
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
         if in_a_row >= config.max_skipped:
             raise RuntimeError(_not_finite(step, in_a_row))
@@ -124,12 +123,9 @@ def train(
 
     with _progress(step, config.steps) as bar:
         while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
-            batch = next(rows)
-            real = sum(int(np.count_nonzero(side.segments)) for side in batch)
-            places = sum(side.segments.size for side in batch)
-            state, metrics = train_step(state, split(batch))
+            state, metrics = train_step(state, split(next(rows)))
             take_in(pending, step)
-            pending, step = (metrics, places, real), step + 1
+            pending, step = metrics, step + 1
             bar.update()
             due = [step % every == 0 for every in (config.log_every, config.validate_every)]
             due.append(step % config.save_every == 0)

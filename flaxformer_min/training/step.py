@@ -69,9 +69,23 @@ def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
 
 
 def on_every_device() -> jax.sharding.Sharding:
-    """How a train state lies on the devices: the same on each."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
+    """How a train state lies on the devices of this process: the same on each.
+
+    Other processes have their own, which is equal, as `pmap` takes and gives it.
+    """
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("devices",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def dropout_key(
+    state: TrainState,
+    device: Int[Array, ""] | int,
+    number: Int[Array, ""] | int,
+    config: TrainingConfig,
+) -> Key[Array, ""]:
+    """Another for each step, device and accumulated batch."""
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), device)
+    return key if config.gradient_accumulation == 1 else jax.random.fold_in(key, number)
 
 
 def gradient_sums(
@@ -124,23 +138,25 @@ def make_train_step(
     rate = learning_rate(model.config.d_model, config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        key = jax.random.fold_in(key, jax.lax.axis_index("devices"))
+        device = jax.lax.axis_index("devices")
 
         def accumulate(total: tuple[Params, Sums], numbered: tuple[Int[Array, ""], Batch]):
             number, part = numbered
-            part_key = jax.random.fold_in(key, number)
-            new = gradient_sums(model, state.params, part, part_key, config)
+            key = dropout_key(state, device, number, config)
+            new = gradient_sums(model, state.params, part, key, config)
             return jax.tree.map(jnp.add, total, new), None
 
         if config.gradient_accumulation == 1:
             part = jax.tree.map(lambda column: column[0], batch)
+            key = dropout_key(state, device, 0, config)
             total = gradient_sums(model, state.params, part, key, config)
         else:
             zero = jax.tree.map(jnp.zeros_like, state.params), Sums(*(jnp.float32(0.0),) * 4)
             numbers = jnp.arange(config.gradient_accumulation)
             total, _ = jax.lax.scan(accumulate, zero, (numbers, batch))
-        gradients, sums = jax.lax.psum(total, "devices")
+        sides = [side.segments for side in batch]
+        real = sum(jnp.count_nonzero(segments) for segments in sides)
+        (gradients, sums), real = jax.lax.psum((total, real), "devices")
         tokens = jnp.maximum(sums.tokens, 1.0)
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         norm = optax.tree.norm(gradients)
@@ -159,6 +175,8 @@ def make_train_step(
             "loss": sums.loss / tokens,
             "accuracy": sums.correct / tokens,
             "tokens": sums.tokens,
+            "real": real.astype(jnp.float32),
+            "places": jax.lax.psum(jnp.float32(sum(each.size for each in sides)), "devices"),
             "gradient_norm": norm,
             "learning_rate": rate(state.step),
             "skipped": 1.0 - finite,

@@ -1,0 +1,133 @@
+"""Which operation made the first value that is not finite."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from flaxformer_min.config import TrainingConfig
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.processes import gather
+from flaxformer_min.tokens import Batch
+from flaxformer_min.training.step import Metrics, TrainState, dropout_key, gradient_sums
+
+PACKAGE = Path(__file__).parents[1]
+INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Where an operation that only calls others keeps them."""
+
+LOOPS = ("scan", "while", "cond")
+
+
+class NotFinite(Exception):
+    """An operation gave a value that is not finite, from values that are."""
+
+
+def stopping_at_not_finite(
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    model: Transformer,
+    config: TrainingConfig,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The same step; where it is skipped, RuntimeError names the operation that is to blame.
+
+    A skipped step leaves the parameters as they were, so that it can be taken again, with the same
+    dropout, one operation after another. Steps that are finite only cost the look at their metrics.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        state, metrics = train_step(state, batch)
+        if metrics["skipped"]:
+            taken = state._replace(step=state.step - 1)
+            found = gather("not finite", find_not_finite(model, config, taken, batch))
+            blame = next(filter(None, found), "each gradient alone is finite, their sum is not")
+            raise RuntimeError(f"training stopped at step {int(state.step)}: {blame}.")
+        return state, metrics
+
+    return step
+
+
+def find_not_finite(
+    model: Transformer, config: TrainingConfig, state: TrainState, batch: Batch
+) -> str | None:
+    """The first operation of this process's share of a step that makes NaN or infinity of numbers.
+
+    `batch` is [devices accumulation rows length], as the step takes it. None where there is no
+    such operation.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jnp.isfinite(leaf).all():
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return f"the parameter {name} is not finite"
+    for device, number, part in _parts(batch):
+        device += jax.process_index() * jax.local_device_count()
+        key = dropout_key(state, device, number, config)
+
+        def gradients(params: Any, part: Batch = part, key: Any = key) -> Any:
+            return gradient_sums(model, params, part, key, config)
+
+        program = jax.make_jaxpr(gradients)(state.params)
+        try:
+            _run(program.jaxpr, program.consts, jax.tree.leaves(state.params))
+        except NotFinite as found:
+            return str(found)
+    return None
+
+
+def _parts(batch: Batch) -> Iterator[tuple[int, int, Batch]]:
+    devices, accumulation = batch.source.ids.shape[:2]
+    for device in range(devices):
+        for number in range(accumulation):
+            yield (
+                device,
+                number,
+                jax.tree.map(lambda x, at=(device, number): jnp.asarray(x[at]), batch),
+            )
+
+
+def _run(program: core.Jaxpr, constants: list, arguments: list, inside: str = "") -> list:
+    """Compute a program; raise NotFinite at its first operation that made no number of numbers."""
+    known = dict(zip([*program.constvars, *program.invars], [*constants, *arguments], strict=True))
+
+    def value(of: Any) -> Any:
+        return of.val if isinstance(of, core.Literal) else known[of]
+
+    for operation in program.eqns:
+        given = [value(of) for of in operation.invars]
+        place = "/".join(filter(None, [inside, str(operation.source_info.name_stack)]))
+        inner = next((operation.params[name] for name in INNER if name in operation.params), None)
+        if inner is None or operation.primitive.name in LOOPS:
+            made = operation.primitive.bind(*given, **operation.params)
+            made = made if operation.primitive.multiple_results else [made]
+            if all(map(_finite, given)) and not all(map(_finite, made)):
+                raise NotFinite(_describe(operation, given, made, place))
+        elif isinstance(inner, core.ClosedJaxpr):
+            made = _run(inner.jaxpr, inner.consts, given, place)
+        else:
+            made = _run(inner, [], given, place)
+        known.update(zip(operation.outvars, made, strict=True))
+    return [value(of) for of in program.outvars]
+
+
+def _finite(array: Any) -> bool:
+    return not _is_real(array) or bool(jnp.isfinite(array).all())
+
+
+def _describe(operation: core.JaxprEqn, given: list, made: list, place: str) -> str:
+    bad = "NaN" if any(_is_real(array) and jnp.isnan(array).any() for array in made) else "infinity"
+    largest = max((float(jnp.abs(each).max()) for each in given if _is_real(each)), default=0.0)
+    text = f"{operation.primitive.name} made the first {bad}, of numbers up to {largest:.3g}"
+    ours = [
+        frame
+        for frame in operation.source_info.traceback.frames
+        if Path(frame.file_name).is_relative_to(PACKAGE) and frame.file_name != __file__
+    ]
+    if ours:
+        where = Path(ours[0].file_name).relative_to(PACKAGE.parent)
+        text += f", at {where}:{ours[0].line_num}"
+    return f"{text}, in {place}"
+
+
+def _is_real(array: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(array), jnp.floating) and jnp.size(array) > 0

@@ -1,0 +1,208 @@
+"""Several processes: they train what one trains, stop together, and never wait for the dead."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_train import final_state, run, write_config
+
+import train
+from flaxformer_min.processes import Distributed, _cluster, first_ahead, gather, shared_poll
+from flaxformer_min.training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def pair(*command):
+    """Two processes of one device each that find each other; none is left behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "PYTHONPATH": str(ROOT),
+    }
+    meet = ["--distributed.coordinator", where, "--distributed.num-processes", "2"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, *command, *meet, "--distributed.process-id", str(number)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(condition, both, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = [process for process in both if process.poll() is not None]
+        assert not ended, ended[0].communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_path):
+    """One process begins; two go on and save together, until one is killed; one process ends it.
+
+    Dropout is on, and all share one order of rows and one log.
+    """
+    config, workdir = write_config(tmp_path), tmp_path / "shared"
+    metrics = workdir / "metrics.jsonl"
+    assert run(config, workdir, "--training.steps", "3") == 0
+
+    def last_step():
+        return max([line["step"] for line in read_metrics(metrics)], default=0)
+
+    often = ["--training.save-every", "40", "--training.validate-every", "30"]
+    forever = ["--training.steps", "100000", *often]
+    with pair("train.py", config, "--workdir", str(workdir), *forever) as both:
+        wait_for(lambda: (workdir / "checkpoints" / "40").exists() and last_step() > 40, both)
+        both[1].kill()
+        killed = time.monotonic()
+        printed, errors = both[0].communicate(timeout=60)
+        silent, _ = both[1].communicate()
+    assert time.monotonic() - killed < 60
+    assert both[0].returncode == 2, errors
+    assert "process 0 of 2 cannot go on" in errors and "Start all of them again" in errors
+    assert "2 cpu devices (cpu) of 2 processes" in printed
+    assert "Going on from step 3." in printed
+    assert "step" not in silent, "the first process speaks for both"
+
+    last = str(last_step() + 2)
+    for folder in (workdir, tmp_path / "uncut"):
+        assert run(config, folder, "--training.steps", last) == 0
+    assert final_state(workdir) == final_state(tmp_path / "uncut")
+    names = ("step", "loss", "accuracy", "gradient_norm", "padding", "skipped")
+    of_pair, of_uncut = (
+        [[line[name] for name in names] for line in read_metrics(path) if "loss" in line]
+        for path in (metrics, tmp_path / "uncut" / "metrics.jsonl")
+    )
+    assert of_pair == of_uncut
+
+
+MEET = """
+import sys, time
+import jax, jax.numpy as jnp
+from flaxformer_min.processes import Distributed, gather, is_first, shared_poll, together
+from flaxformer_min.stop import StopRequest
+
+def fail():
+    gather("start", 0)
+    if not is_first():
+        raise OSError("the disk is full")
+    gather("what never comes", 0)
+
+def stop():
+    with StopRequest() as request:
+        steps, poll = 0, shared_poll(lambda: bool(request))
+        print("ready", flush=True)
+        while not poll():
+            steps += 1
+            time.sleep(0 if is_first() else 0.002)
+    assert len(set(gather("steps", steps))) == 1
+    return max(gather("status", request.status))
+
+with together(Distributed(sys.argv[3], 2, int(sys.argv[7]))):
+    status = {"fail": fail, "stop": stop}[sys.argv[1]]()
+sys.exit(status)
+"""
+
+
+def test_a_process_that_fails_ends_the_others_with_its_words():
+    with pair("-c", MEET, "fail") as both:
+        for process in both:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 2
+            assert "error: process 1 of 2 failed: the disk is full\n" in errors
+            assert "Traceback" not in errors
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step():
+    """jax would swallow SIGTERM among several processes. One is slower, and polls no less often."""
+    with pair("-c", MEET, "stop") as both:
+        for process in both:
+            while process.stdout.readline() not in ("ready\n", ""):
+                pass
+        both[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [143, 143], outputs
+
+
+def test_all_processes_must_be_given_the_same(monkeypatch):
+    """Else they would take different steps, and wait for one another."""
+    monkeypatch.setattr(train, "gather", lambda _, mine: [mine, {**mine, "settings": "{}"}])
+    with pytest.raises(ValueError, match="the settings of process 1 are others than here"):
+        train.check_agreement(train.Config(), {})
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        (("host:1",), "distributed.process-id; got 'host:1', None and None. Give all three"),
+        (("", 2, 0), "got '', 2 and 0"),
+        (("host", 2, 0), "must be HOST:PORT, as in '10.0.0.1:1234'; got 'host'"),
+        (("host:70000", 2, 0), "got 'host:70000'"),
+        (("host:1", 2, 2), "must count from 0 up to distributed.num-processes - 1; got 2 of 2"),
+        (("host:1", 0, 0), "got 0 of 0"),
+    ],
+)
+def test_a_meeting_that_cannot_be_is_refused(settings, error):
+    with pytest.raises(ValueError) as raised:
+        Distributed(*settings)
+    assert error in str(raised.value)
+
+
+TASK = {
+    name: "1" for name in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+}
+
+
+@pytest.mark.parametrize(
+    "environment, cluster",
+    [
+        ({}, None),
+        (TASK | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (TASK | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell of salloc
+        (TASK | {"SLURM_NTASKS": "4"}, None),  # a batch script, without srun
+        (TASK | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, "slurm"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "1"}, "gketpu"),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "1"}, None),
+    ],
+)
+def test_only_a_cluster_that_started_several_processes_makes_them_meet(
+    monkeypatch, environment, cluster
+):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    on_tpu = any(name.startswith("TPU_") for name in environment)
+    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", on_tpu)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _cluster() == cluster
+
+
+def test_a_process_alone_talks_to_nobody():
+    def poll():
+        return True
+
+    with first_ahead("anything"), first_ahead("anything"):
+        assert gather("anything", {"a": 1}) == gather("anything", {"a": 1}) == [{"a": 1}]
+    assert shared_poll(poll) is poll
