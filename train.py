@@ -6,7 +6,9 @@ gone on with. Every setting is listed by --help.
 
 import contextlib
 import dataclasses
+import itertools
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +20,13 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpus import cache_folder, fingerprint, is_empty, languages_of, read_pairs
 from flaxformer_min.data.rows import (
     EncodedPairs,
     EpochBatches,
+    Sampler,
     TrainingRows,
     encode_pairs,
     single_pass,
@@ -45,7 +48,7 @@ from flaxformer_min.processes import (
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
 from flaxformer_min.training.debug import stopping_at_not_finite
-from flaxformer_min.training.loop import train
+from flaxformer_min.training.loop import rank_of, train
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
@@ -151,6 +154,7 @@ def work(run: RunFolder, config: Config) -> int:
         config.training.seed,
         config.data.workers,
         *share,
+        resample=make_resample(config, pairs["train"], tokenizers),
     )
     watch.finish("data")
     model = Transformer(fit_vocabulary(config.model, tokenizers))
@@ -164,6 +168,9 @@ def work(run: RunFolder, config: Config) -> int:
     watch.finish("training")
     checkpoints.close()
     rows.close()
+    if config.training.average_checkpoints > 1 and not stop:
+        try_average(run, config, validate, int(state.step))
+        watch.finish("average")
     if status := max(gather("status", stop.status)):
         say(f"Stopped at step {int(state.step):,} and saved. To go on: {command()}")
         return status
@@ -202,14 +209,40 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
         train_tokenizer((pair[side] for pair in sample), sizes[side], path)
 
 
-def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPairs:
+def encode(
+    config: Config, split: str, pairs: Any, tokenizers: Any, tell: Callable[[str], None] = say
+) -> EncodedPairs:
     """A split as token ids, from the cache if it was encoded before."""
     data = config.data
     name = fingerprint(data.corpus, split, data.languages, **where(config))
     lengths = data.source_row_length, data.target_row_length
     encoded = encode_pairs(pairs, tokenizers, lengths, cache_folder(data.cache_dir), name)
-    say(f"{split}: {encoded.counts}.")
+    tell(f"{split}: {encoded.counts}.")
     return encoded
+
+
+def make_resample(
+    config: Config, pairs: Any, tokenizers: Any
+) -> Callable[[int], EncodedPairs] | None:
+    """Where the config asks for it: the training pairs cut into other pieces for each epoch."""
+    data, seed = config.data, config.training.seed
+    if not data.subword_sampling:
+        return None
+    kept: list[Path] = []
+
+    def resample(epoch: int) -> EncodedPairs:
+        samplers = tuple(
+            Sampler(tokenizer, data.subword_sampling, (seed, epoch, side))
+            for side, tokenizer in enumerate(tokenizers)
+        )
+        encoded = encode(config, "train", pairs, samplers, tell=lambda text: None)
+        # The epoch before may still be read by another process.
+        kept.append(encoded.folder)
+        for old in set(kept[:-2]) - set(kept[-2:]):
+            shutil.rmtree(old, ignore_errors=True)
+        return encoded
+
+    return resample
 
 
 def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:
@@ -255,6 +288,7 @@ def make_validate(
     config: Config, model: Transformer, batches: EpochBatches, pairs: Any, translator: Translator
 ) -> Callable[[Any, int], dict[str, float]]:
     """The function that measures loss on all, and BLEU on some, of the validation pairs."""
+    number = itertools.count()
     eval_step, devices = make_eval_step(model), jax.local_device_count()
     usable = [pair for pair in pairs if not is_empty(pair)]
     stride = max(len(usable) // max(config.training.validation_sentences, 1), 1)
@@ -283,7 +317,7 @@ def make_validate(
             for i in np.random.default_rng(step).choice(len(some), min(3, len(some)), False):
                 text += f"\n    {some[i][0]}\n      -> {found[i]}\n       ({references[i]})"
         say(text)
-        return gather(f"scores of step {step}", scores)[0]
+        return gather(f"scores {next(number)}", scores)[0]
 
     return validate
 
@@ -299,11 +333,11 @@ def fit(
     stop: StopRequest,
 ) -> TrainState:
     """Train from the newest checkpoint, or from nothing."""
-    window = None
+    window, ranks = None, ()
     found = checkpoints.restore(state.to_dict(), lambda text: say(f"warning: {text}"))
     if found is not None:
         step, restored, meta = found
-        state, window = TrainState(**restored), meta["window"]
+        state, window, ranks = TrainState(**restored), meta["window"], meta.get("ranks", ())
         rows.set_state(meta["rows"])
         say(f"Going on from step {step:,}.")
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
@@ -323,10 +357,31 @@ def fit(
             validate,
             stop=shared_poll(lambda: bool(stop)),
             window=window,
+            ranks=ranks,
             say=say,
         )
     finally:
         log.close()
+
+
+def try_average(
+    run: RunFolder,
+    config: Config,
+    validate: Callable[[Any, int], dict[str, float]],
+    step: int,
+) -> None:
+    """Hold the mean of the newest checkpoints against the best one; keep it where it is better."""
+    steps, mean = mean_of_newest(run.checkpoints, config.training.average_checkpoints, say)
+    say(f"The mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}:")
+    rank = rank_of(validate(mean, step), config.training.best_by)
+    best = rank_of_best(run.checkpoints)
+    with first_ahead("average"):
+        run.drop_average()
+    if rank is not None and (best is None or rank < best):
+        run.keep_average(mean, steps[0])
+        say("It is better than the best checkpoint, and what this run translates with.")
+    else:
+        say("The best checkpoint is better, and what this run translates with.")
 
 
 def timing_the_first(train_step: Callable) -> Callable:

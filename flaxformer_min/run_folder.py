@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from flaxformer_min.checkpoint import Checkpoints, restore_params, steps_of
 from flaxformer_min.config import Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.devices import replicate
 from flaxformer_min.files import write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
@@ -91,7 +94,7 @@ class RunFolder:
     def keep_average(self, params: Any, step: int) -> None:
         """Translate with these parameters from now on."""
         checkpoints = Checkpoints(self.averaged, keep=1)
-        checkpoints.save(step, {"params": params}, {})
+        checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, {})
         checkpoints.close()
 
     def drop_average(self) -> None:

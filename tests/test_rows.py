@@ -99,7 +99,7 @@ def test_encoded_pairs_are_read_back_from_the_cache(encoded, tmp_path):
 def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
     rng = np.random.default_rng(seed)
     source, target = rng.integers(1, 17, 300), rng.integers(1, 13, 300)
-    plan = pack(source, target, ROWS, rng)
+    plan = pack(source, target, ROWS).plan(rng)
     assert sorted(plan.pairs) == list(range(300))
     for first, last in zip(plan.starts, plan.starts[1:], strict=False):
         assert last > first
@@ -109,7 +109,7 @@ def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
 
 def test_packing_finds_a_perfect_fit_where_there_is_one():
     lengths = np.array([16] * 4 + [9, 7] * 6 + [4] * 8)
-    assert len(pack(lengths, lengths, (16, 16)).starts) - 1 == 4 + 6 + 2
+    assert len(pack(lengths, lengths, (16, 16)).plan().starts) - 1 == 4 + 6 + 2
 
 
 def test_rows_hold_nearly_only_tokens():
@@ -117,7 +117,7 @@ def test_rows_hold_nearly_only_tokens():
     rng = np.random.default_rng(0)
     source = np.clip(rng.normal(14, 5, 3000).round(), 4, 40).astype(int)
     target = np.clip(source + rng.integers(-2, 3, 3000), 4, 40)
-    rows = len(pack(source, target, (64, 64)).starts) - 1
+    rows = len(pack(source, target, (64, 64)).plan().starts) - 1
     assert 1 - (source.sum() + target.sum()) / (rows * 128) < 0.05
 
 
@@ -172,7 +172,11 @@ def test_no_process_runs_out_of_batches_before_another(pairs, rows, tmp_path):
 
 def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):
     full_rows = (
-        len(pack(*(side.lengths for side in (encoded[0].source, encoded[0].target)), ROWS).starts)
+        len(
+            pack(*(side.lengths for side in (encoded[0].source, encoded[0].target)), ROWS)
+            .plan()
+            .starts
+        )
         - 1
     )
     batches = single_pass(encoded[0], ROWS, full_rows - 1)

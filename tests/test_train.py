@@ -232,7 +232,9 @@ def test_debugging_names_the_operation_behind_a_rate_that_explodes(config, tmp_p
     assert run(config, tmp_path / "run", *wild) == 2
     error = capsys.readouterr().err
     assert "train.py: error: training stopped at step 2: " in error
-    assert re.search(r"made the first (NaN|infinity), .* at flaxformer_min/model/\w+.py:\d+, in", error)
+    assert re.search(
+        r"made the first (NaN|infinity), .* at flaxformer_min/model/\w+.py:\d+, in", error
+    )
 
 
 def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path, capsys):

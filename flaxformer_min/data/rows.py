@@ -23,6 +23,9 @@ from flaxformer_min.tokens import Batch, Tokens
 
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
 
+ATTEMPTS, SHAPES = 10, 10_000
+"""To fill a row: so many attempts, or fewer, that a corpus of many lengths takes no longer."""
+
 
 class Encoder(Protocol):
     """What this module needs of a tokenizer."""
@@ -191,71 +194,101 @@ class Plan(NamedTuple):
     starts: np.ndarray
 
 
+class Packing(NamedTuple):
+    """How the lengths of a split fit together; who of a length stands where is drawn later.
+
+    length_of_pair: a number for each pair; pairs of the same lengths have the same.
+    groups:         of equal rows, each as (the numbers in a row, how many such rows).
+    """
+
+    length_of_pair: np.ndarray
+    groups: list[tuple[list[int], int]]
+
+    def plan(self, rng: np.random.Generator | None = None) -> Plan:
+        """Which pairs share a row, and in which order rows come, is drawn by `rng`, if given."""
+        slots = np.concatenate([np.tile(row, count) for row, count in self.groups])
+        row_sizes = np.concatenate([np.full(count, len(row)) for row, count in self.groups])
+        pairs = len(self.length_of_pair)
+        order = np.arange(pairs) if rng is None else rng.permutation(pairs)
+        by_length = order[np.argsort(self.length_of_pair[order], kind="stable")]
+        placed = np.empty(pairs, np.int64)
+        placed[np.argsort(slots, kind="stable")] = by_length
+        starts = np.concatenate([[0], np.cumsum(row_sizes)])
+        if rng is None:
+            return Plan(placed, starts)
+        rows = rng.permutation(len(row_sizes))
+        picked = _ranges(starts[rows], row_sizes[rows])
+        return Plan(placed[picked], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
+
+
 def pack(
-    source_lengths: np.ndarray,
-    target_lengths: np.ndarray,
-    row_lengths: tuple[int, int],
-    rng: np.random.Generator | None = None,
-) -> Plan:
-    """Fit pairs into as few rows as best-fit-decreasing finds; shuffled if `rng` is given.
+    source_lengths: np.ndarray, target_lengths: np.ndarray, row_lengths: tuple[int, int]
+) -> Packing:
+    """Fit pairs into few rows. The same lengths give the same rows.
 
-    It works on the histogram of lengths instead of on pairs (Krell et al. 2021, "Efficient sequence
-    packing without cross-contamination"), so a million pairs take hardly longer than a thousand.
-    Which pairs share a row, and the order of rows, are drawn anew by `rng`.
+    It works on the histogram of lengths instead of on pairs (after Krell et al. 2021, "Efficient
+    sequence packing without cross-contamination"), so that large corpora take seconds.
 
-    >>> plan = pack(np.array([3, 5, 2]), np.array([3, 5, 2]), (5, 5))
+    >>> plan = pack(np.array([3, 5, 2]), np.array([3, 5, 2]), (5, 5)).plan()
     >>> [plan.pairs[a:b].tolist() for a, b in zip(plan.starts, plan.starts[1:])]
     [[1], [0, 2]]
     """
-    shape_of_pair = source_lengths * (max(row_lengths) + 1) + target_lengths
-    shapes, counts = np.unique(shape_of_pair, return_counts=True)
-    sizes = [divmod(int(shape), max(row_lengths) + 1) for shape in shapes]
-    groups = _pack_shapes(sizes, counts.tolist(), row_lengths)
-    slots = np.concatenate([np.tile(pattern, count) for pattern, count in groups])
-    row_sizes = np.concatenate([np.full(count, len(pattern)) for pattern, count in groups])
-    order = np.arange(len(shape_of_pair)) if rng is None else rng.permutation(len(shape_of_pair))
-    by_shape = order[np.argsort(shape_of_pair[order], kind="stable")]
-    pairs = np.empty(len(order), np.int64)
-    pairs[np.argsort(slots, kind="stable")] = by_shape
-    starts = np.concatenate([[0], np.cumsum(row_sizes)])
-    if rng is None:
-        return Plan(pairs, starts)
-    rows = rng.permutation(len(row_sizes))
-    picked = _ranges(starts[rows], row_sizes[rows])
-    return Plan(pairs[picked], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
+    base = max(row_lengths) + 1
+    shapes, number, counts = np.unique(
+        source_lengths * base + target_lengths, return_inverse=True, return_counts=True
+    )
+    sizes = np.stack(np.divmod(shapes, base), axis=1)
+    return Packing(number, _pack_shapes(sizes, counts, np.array(row_lengths)))
 
 
 def _pack_shapes(
-    sizes: list[tuple[int, int]], counts: list[int], row_lengths: tuple[int, int]
+    sizes: np.ndarray, counts: np.ndarray, row: np.ndarray
 ) -> list[tuple[list[int], int]]:
-    """Groups of equal rows, each as (the shapes in it, how many such rows)."""
-    open_rows = np.zeros((row_lengths[0] + 1, row_lengths[1] + 1), np.int64)
-    groups: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
+    """Groups of equal rows, each as (the shapes in it, how many such rows).
 
-    def put(free: tuple[int, int], pattern: list[int], count: int) -> None:
-        if count:
-            groups.setdefault(free, []).append((pattern, count))
-            open_rows[free] += count
+    Each time the longest shape that is left is completed to a row, the best of a few attempts, and
+    that row is repeated until one of its shapes is used up: there are no more groups than shapes.
+    """
+    counts, groups, rng = counts.copy(), [], np.random.default_rng(0)
+    attempts = max(1, min(ATTEMPTS, SHAPES // len(sizes)))
+    small = 1.5 * (counts @ sizes).min() / counts.sum()
+    for longest in np.lexsort((-sizes.sum(1), -sizes.max(1))):
+        while counts[longest]:
+            rows = [_fill(longest, sizes, counts, row, small, rng) for _ in range(attempts)]
+            pattern = min(rows, key=lambda shapes: -sizes[shapes].sum())
+            used, times = np.unique(pattern, return_counts=True)
+            count = int((counts[used] // times).min())
+            counts[used] -= count * times
+            groups.append((pattern, count))
+    return groups
 
-    for shape in sorted(range(len(sizes)), key=lambda i: (-max(sizes[i]), -sum(sizes[i]))):
-        (source, target), left = sizes[shape], counts[shape]
-        while left:
-            free_source, free_target = np.nonzero(open_rows[source:, target:])
-            if not len(free_source):
-                room = min(row_lengths[0] // source, row_lengths[1] // target)
-                for each, rows in ((room, left // room), (left % room, min(left % room, 1))):
-                    free = (row_lengths[0] - each * source, row_lengths[1] - each * target)
-                    put(free, [shape] * each, rows)
-                break
-            tightest = np.argmin(free_source + free_target)
-            free = (int(free_source[tightest]) + source, int(free_target[tightest]) + target)
-            pattern, count = groups[free].pop()
-            open_rows[free] -= count
-            used = min(left, count)
-            put(free, pattern, count - used)
-            put((free[0] - source, free[1] - target), [*pattern, shape], used)
-            left -= used
-    return [group for same_room in groups.values() for group in same_room]
+
+def _fill(
+    first: int,
+    sizes: np.ndarray,
+    counts: np.ndarray,
+    row: np.ndarray,
+    small: float,
+    rng: np.random.Generator,
+) -> list[int]:
+    """A row with `first` in it: shapes drawn as often as they occur, and what fits best in the end.
+
+    The end begins when less than `small` places are left on a side.
+    """
+    left, free, shapes = counts.copy(), row - sizes[first], [first]
+    left[first] -= 1
+    while True:
+        fitting = np.flatnonzero((left > 0) & (sizes <= free).all(1))
+        if not len(fitting):
+            return shapes
+        if free.min() < small:
+            shape = fitting[sizes[fitting].sum(1).argmax()]
+        else:
+            share = np.cumsum(left[fitting])
+            shape = fitting[np.searchsorted(share, rng.random() * share[-1], side="right")]
+        left[shape] -= 1
+        free = free - sizes[shape]
+        shapes.append(int(shape))
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -354,6 +387,7 @@ class TrainingRows(Iterator[Batch]):
         self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
         self._seed, self._workers = seed, workers
         self._process, self._processes, self._resample = process, processes, resample
+        self._packing: Packing | None = None
         self._batches: grain.DatasetIterator | None = None
         self.set_state({"epoch": 0, "batch": 0})
 
@@ -361,7 +395,10 @@ class TrainingRows(Iterator[Batch]):
         """All batches of one epoch."""
         rng = np.random.default_rng((self._seed, number))
         encoded = self._encoded if self._resample is None else self._resample(number)
-        plan = pack(encoded.source.lengths, encoded.target.lengths, self._row_lengths, rng)
+        if self._packing is None or self._resample is not None:
+            lengths = encoded.source.lengths, encoded.target.lengths
+            self._packing = pack(*lengths, self._row_lengths)
+        plan = self._packing.plan(rng)
         share = (self._process, self._processes)
         return EpochBatches(encoded, plan, self._rows, self._row_lengths, *share)
 
@@ -413,7 +450,7 @@ def single_pass(
     processes: int = 1,
 ) -> EpochBatches:
     """A split once, in a fixed order, for measuring the loss."""
-    plan = pack(encoded.source.lengths, encoded.target.lengths, row_lengths)
+    plan = pack(encoded.source.lengths, encoded.target.lengths, row_lengths).plan()
     return EpochBatches(encoded, plan, rows, row_lengths, process, processes)
 
 
