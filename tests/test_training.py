@@ -63,13 +63,14 @@ def test_padding_counts_for_nothing_in_the_sums():
     rng = np.random.default_rng(0)
     logits = jnp.array(rng.normal(size=(2, 3, 5)), jnp.float32)
     labels, real = jnp.array([[1, 2, 0], [3, 0, 0]]), jnp.array([[1, 1, 0], [2, 0, 0]])
-    sums = sum_over_tokens(logits, labels, real, 0.0)
+    sums = sum_over_tokens(lambda logits: logits, logits[None], labels, real)
     by_hand = [
         -float(jax.nn.log_softmax(logits[i, j])[labels[i, j]]) for i, j in ((0, 0), (0, 1), (1, 0))
     ]
     assert float(sums.tokens) == 3
     assert float(sums.negative_log_likelihood) == pytest.approx(sum(by_hand), rel=1e-5)
-    assert float(sum_over_tokens(logits.at[:, 2].set(jnp.nan), labels, real, 0.0).loss) > 0
+    broken = logits.at[:, 2].set(jnp.nan)
+    assert float(sum_over_tokens(lambda logits: logits, broken[None], labels, real).loss) > 0
 
 
 def test_the_learning_rate_is_equation_3():
@@ -127,7 +128,13 @@ def test_devices_draw_different_dropout(learner):
         for device in (0, 1)
     ]
     sums = [
-        sum_over_tokens(each, same.ids[0, 0], same.segments[0, 0], training.label_smoothing)
+        sum_over_tokens(
+            lambda logits: logits,
+            each[None],
+            same.ids[0, 0],
+            same.segments[0, 0],
+            training.label_smoothing,
+        )
         for each in logits
     ]
     assert float(sums[0].loss) != pytest.approx(float(sums[1].loss), rel=1e-3)

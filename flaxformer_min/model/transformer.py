@@ -23,8 +23,6 @@ positional encoding   positional encoding     (3.5)
        source      target, shifted right
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -32,6 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.attention import KeyValue
+from flaxformer_min.model.cache import NOT_WRITTEN, Cache, Memory
 from flaxformer_min.model.decoder import Decoder
 from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
@@ -41,46 +40,6 @@ from flaxformer_min.model.masks import (
     batched_segment_mask,
 )
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
-
-NOT_WRITTEN = -1
-
-
-class Memory(NamedTuple):
-    """A source sentence as the decoder sees it; shared by all its hypotheses, at every step."""
-
-    segments: Int[Array, "batch source"]
-    keys_values: tuple[KeyValue, ...]
-
-
-class Cache(NamedTuple):
-    """What the hypotheses of each sentence have written so far.
-
-    Keys and values stay where they were written; when hypotheses branch and die, only `ancestors`
-    is reordered (see `masks.ancestor_mask`).
-
-    written:   keys and values of each layer, [batch heads columns*beam d_k].
-    ancestors: which slot wrote each column of each hypothesis; NOT_WRITTEN where none did.
-    column:    where the next token is written.
-    positions: how far into its own sentence that is (a forced prefix may be shorter than others).
-    """
-
-    written: tuple[KeyValue, ...]
-    ancestors: Int[Array, "batch beam columns"]
-    column: Int[Array, ""]
-    positions: Int[Array, " batch"]
-
-    def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
-        """Hypothesis i goes on from what hypothesis `parents[i]` had written."""
-        ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None], axis=1)
-        return self._replace(ancestors=ancestors)
-
-    def grow(self, columns: int) -> "Cache":
-        """The same, with room for so many more columns."""
-        written = tuple(layer.grow(columns * self.ancestors.shape[1]) for layer in self.written)
-        ancestors = jnp.pad(
-            self.ancestors, ((0, 0), (0, 0), (0, columns)), constant_values=NOT_WRITTEN
-        )
-        return self._replace(written=written, ancestors=ancestors)
 
 
 class Transformer(nn.Module):

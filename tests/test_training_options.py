@@ -1,0 +1,331 @@
+"""What a run may ask for beside the paper: R-Drop, averages, patience, subword sampling."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import make_tiny_run
+
+import train
+from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, restore_params
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
+from flaxformer_min.data.rows import Sampler, TrainingRows, encode_pairs, split_over_devices
+from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.model.embedding import project
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.training import loss as loss_module
+from flaxformer_min.training.loop import train as run_loop
+from flaxformer_min.training.loss import sum_over_tokens
+from flaxformer_min.training.step import TrainState, gradient_sums, init_state, make_train_step
+
+CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
+MODEL = Transformer(CONFIG)
+
+
+def two_rows():
+    ids = jnp.array([[5, 6, 3, 0], [7, 8, 9, 3]], jnp.int32)
+    tokens = one_sentence_per_row(ids)
+    return Batch(tokens, tokens)
+
+
+def in_two_shares(batch):
+    return split_over_devices(jax.tree.map(np.asarray, batch), 2)
+
+
+# ---- the loss, a few tokens at a time --------------------------------------------------------
+
+
+def log_softmax(x):
+    """In float64, from its definition."""
+    x = np.asarray(x, np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 100])
+@pytest.mark.parametrize("readings", [1, 2])
+def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
+    chunk, readings, monkeypatch
+):
+    """Against the definition, token by token, and jax's own gradient of it written in one line."""
+    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+    numbers, r_drop = np.random.default_rng(0), 3.0 if readings == 2 else 0.0
+    features = jnp.asarray(numbers.normal(size=(readings, 3, 4, 6)), jnp.float32)
+    kernel = jnp.asarray(numbers.normal(size=(6, 9)), jnp.float32)
+    labels = jnp.asarray(numbers.integers(0, 9, (3, 4)))
+    real = jnp.asarray(numbers.integers(0, 3, (3, 4)))
+
+    def chunked(features, kernel):
+        sums = sum_over_tokens(lambda x: x @ kernel, features, labels, real, 0.1, r_drop)
+        return sums.loss, sums
+
+    def plain(features, kernel):
+        log_probs = jax.nn.log_softmax(features @ kernel)
+        right = jnp.take_along_axis(log_probs, labels[None, :, :, None], -1)[..., 0]
+        loss = -(0.9 * right + 0.1 * log_probs.mean(-1)).mean(0)
+        if readings == 2:
+            p, q = jnp.exp(log_probs)
+            loss += r_drop / 4 * ((p - q) * (log_probs[0] - log_probs[1])).sum(-1)
+        return jnp.where(real, loss, 0.0).sum()
+
+    gradients, sums = jax.grad(chunked, (0, 1), has_aux=True)(features, kernel)
+    expected = 0.0
+    for row, place in itertools.product(range(3), range(4)):
+        if real[row, place]:
+            log_probs = log_softmax(features[:, row, place] @ kernel)
+            for each in log_probs:
+                expected -= (0.9 * each[labels[row, place]] + 0.1 * each.mean()) / readings
+            if readings == 2:
+                p, q = np.exp(log_probs)
+                there = (p * (log_probs[0] - log_probs[1])).sum()
+                back = (q * (log_probs[1] - log_probs[0])).sum()
+                expected += r_drop / 4 * (there + back)
+    assert float(sums.loss) == pytest.approx(expected, rel=1e-5)
+    assert float(sums.tokens) == (np.asarray(real) > 0).sum()
+    for ours, theirs in zip(gradients, jax.grad(plain, (0, 1))(features, kernel), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_the_projection_is_that_of_a_matrix_product():
+    numbers = np.random.default_rng(0)
+    x = jnp.asarray(numbers.normal(size=(2, 3, 4)), jnp.float32)
+    kernel = jnp.asarray(numbers.normal(size=(4, 5)), jnp.float32)
+    ours = jax.grad(lambda *given: (project(*given) ** 2).sum(), (0, 1))(x, kernel)
+    theirs = jax.grad(lambda x, kernel: ((x @ kernel) ** 2).sum(), (0, 1))(x, kernel)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_r_drop_reads_a_batch_under_two_masks():
+    """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
+    key = jax.random.key(1)
+    losses = {}
+    for dropout, r_drop in itertools.product((0.0, 0.4), (0.0, 1.0, 5.0)):
+        model = Transformer(ModelConfig(**{**vars(CONFIG), "dropout": dropout}))
+        config = TrainingConfig(r_drop=r_drop)
+        params = init_state(model, config).params
+        losses[dropout, r_drop] = float(
+            jax.jit(lambda p, m=model, c=config: gradient_sums(m, p, two_rows(), key, c)[1].loss)(
+                params
+            )
+        )
+    assert losses[0.0, 1.0] == losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
+    assert losses[0.4, 5.0] > losses[0.4, 1.0] + 0.1
+
+
+# ---- averages ---------------------------------------------------------------------------------
+
+
+def test_the_moving_average_takes_its_share_of_every_step():
+    """avg = kept · avg + (1 - kept) · params, kept = min(decay, (1 + step) / (10 + step))."""
+    config = TrainingConfig(ema_decay=0.15, warmup_steps=5)
+    step, state = make_train_step(MODEL, config), init_state(MODEL, config)
+    expected = np.asarray(state.params["embedding"]["table"], np.float64)
+    for kept in (0.1, 0.15, 0.15):  # 1/10, then 2/11 and 3/12 are above the decay
+        state, _ = step(state, in_two_shares(two_rows()))
+        expected = kept * expected + (1 - kept) * np.asarray(state.params["embedding"]["table"])
+    average = np.asarray(state.best_params["embedding"]["table"])
+    np.testing.assert_allclose(average, expected, rtol=1e-5)
+    assert not np.allclose(average, state.params["embedding"]["table"], rtol=1e-4)
+
+
+def test_a_step_that_is_skipped_leaves_the_average_alone():
+    config = TrainingConfig(ema_decay=0.5, warmup_steps=5)
+    state = init_state(MODEL, config)
+    table = state.params["embedding"]["table"].at[5, 0].set(jnp.nan)
+    state = state._replace(params={**state.params, "embedding": {"table": table}})
+    before = np.asarray(state.average["embedding"]["table"])
+    state, metrics = make_train_step(MODEL, config)(state, in_two_shares(two_rows()))
+    assert float(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(state.average["embedding"]["table"], before)
+
+
+def save_numbers(folder, numbers, name="params", keep=9):
+    checkpoints = Checkpoints(folder, keep)
+    for step, number in numbers.items():
+        params = {"a": jnp.full((2, 3), number), "b": jnp.full(2, -number)}
+        checkpoints.save(step, {"params": {"a": jnp.zeros((2, 3))}} | {name: params}, {})
+    checkpoints.close()
+
+
+def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path):
+    save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0, 4: 6.0})
+    steps, mean = mean_of_newest(tmp_path / "c", 3, pytest.fail)
+    assert steps == [4, 3, 2]
+    np.testing.assert_array_equal(mean["a"], np.full((2, 3), 3.0))
+    np.testing.assert_array_equal(mean["b"], [-3.0, -3.0])
+
+
+def test_the_mean_is_that_of_whole_checkpoints(tmp_path):
+    save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0})
+    for file in (tmp_path / "c" / "3").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    warned = []
+    steps, mean = mean_of_newest(tmp_path / "c", 2, warned.append)
+    assert steps == [2, 1] and "3" in warned[0]
+    np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
+
+
+def test_a_moving_average_is_what_decoding_restores(tmp_path):
+    save_numbers(tmp_path / "c", {1: 5.0}, name="average")
+    np.testing.assert_array_equal(
+        restore_params(tmp_path / "c", None, pytest.fail)[1]["b"], [-5.0] * 2
+    )
+
+
+def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path):
+    run = RunFolder(make_tiny_run(tmp_path / "run"))
+    step, params = run.params(None, pytest.fail)
+    doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)
+    run.keep_average(doubled, 77)
+    found, restored = run.params(None, pytest.fail)
+    assert found == 77
+    jax.tree.map(np.testing.assert_array_equal, restored, doubled)
+    jax.tree.map(np.testing.assert_array_equal, run.params(step, pytest.fail)[1], params)
+    run.drop_average()
+    assert run.params(None, pytest.fail)[0] == step
+
+
+@pytest.mark.parametrize("losses, better", [([3.0, 2.0], True), ([2.0, 3.0], False)])
+def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses, better, capsys):
+    run = RunFolder(tmp_path)
+    checkpoints = Checkpoints(run.checkpoints, 3)
+    for step in (1, 2):
+        checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {}, rank=losses[0])
+    checkpoints.close()
+    asked = []
+
+    def validate(params, step):
+        asked.append((params["a"].tolist(), step))
+        return {"validation_loss": losses[1]}
+
+    config = Config(training=TrainingConfig(average_checkpoints=2, keep_checkpoints=3))
+    train.try_average(run, config, validate, 2)
+    assert asked == [([1.5, 1.5], 2)]
+    assert run.averaged.exists() == better
+
+
+# ---- patience ---------------------------------------------------------------------------------
+
+
+class Endless:
+    """Rows for a step that does nothing."""
+
+    def __next__(self):
+        return two_rows()
+
+    def get_state(self):
+        return {}
+
+
+class Log:
+    def write(self, step, line):
+        pass
+
+
+@pytest.mark.parametrize("ranks, before", [([], 8), ([0.5, 0.6], 2)])
+def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, before):
+    """Losses 3, 1, 2, 2, ...: the third and the fourth are no better than the second. What was
+    measured before a cut counts: then 0.6 and 3 are no better than 0.5."""
+    losses = iter([3.0, 1.0, 2.0, 2.0, 0.1, 0.1])
+    metrics = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
+    metrics |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
+    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+    said = []
+    config = TrainingConfig(steps=100, validate_every=2, log_every=50, save_every=50, patience=2)
+    checkpoints = Checkpoints(tmp_path, 3)
+    run_loop(
+        state,
+        lambda state, batch: (state._replace(step=state.step + 1), metrics),
+        Endless(),
+        lambda batch: batch,
+        config,
+        checkpoints,
+        Log(),
+        lambda params, step: {"validation_loss": next(losses)},
+        ranks=ranks,
+        say=said.append,
+    )
+    step, _, meta = checkpoints.restore(state.to_dict(), pytest.fail)
+    checkpoints.close()
+    assert step == before
+    assert "2 validations in a row" in said[-1]
+    assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
+
+
+# ---- subword sampling -------------------------------------------------------------------------
+
+PAIRS = [(f"number {i} and {i * 7}", f"Nummer {i} und {i * 7}") for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return train_tokenizer((text for pair in PAIRS for text in pair), 300, path)
+
+
+def sampled_rows(tokenizer, cache, seed=0):
+    def resample(epoch):
+        samplers = tuple(Sampler(tokenizer, 0.1, (seed, epoch, side)) for side in (0, 1))
+        return encode_pairs(PAIRS, samplers, (64, 64), cache, "pairs")
+
+    first = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs")
+    return TrainingRows(first, (64, 64), 4, seed, resample=resample)
+
+
+def sentences(batches, tokenizer):
+    found = []
+    for number in range(len(batches)):
+        side = batches[number].target
+        for ids, segments in zip(side.ids, side.segments, strict=True):
+            for segment in range(1, segments.max() + 1):
+                found.append(tuple(ids[segments == segment].tolist()))
+    return sorted(found)
+
+
+def test_each_epoch_cuts_the_text_in_other_ways_and_says_the_same(tokenizer, tmp_path):
+    rows = sampled_rows(tokenizer, tmp_path)
+    epochs = [sentences(rows.epoch(number), tokenizer) for number in (0, 1)]
+    texts = sorted(target for _, target in PAIRS)
+    for epoch in epochs:
+        assert sorted(tokenizer.decode(ids) for ids in epoch) == texts
+    assert len(set(epochs[0]) & set(epochs[1])) < len(PAIRS) / 2
+    assert sentences(sampled_rows(tokenizer, tmp_path / "other").epoch(1), tokenizer) == epochs[1]
+    other_seed = sampled_rows(tokenizer, tmp_path, seed=1).epoch(1)
+    assert sentences(other_seed, tokenizer) != epochs[1]
+
+
+def test_sampled_rows_go_on_exactly_where_they_stood(tokenizer, tmp_path):
+    uncut, resumed = (sampled_rows(tokenizer, tmp_path / name) for name in "ab")
+    for _ in range(9):
+        next(uncut)
+    assert uncut.get_state()["epoch"] > 0
+    resumed.set_state(uncut.get_state())
+    for _ in range(7):
+        one, other = next(uncut), next(resumed)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    uncut.close()
+    resumed.close()
+
+
+def test_only_the_last_epochs_stay_in_the_cache(tokenizer, tmp_path):
+    for side, name in enumerate(("de", "en")):
+        text = "\n".join(pair[side] for pair in PAIRS) + "\n"
+        (tmp_path / f"train.{name}").write_text(text)
+    config = Config(
+        data=DataConfig(
+            corpus=f"text:{tmp_path}",
+            languages="de-en",
+            subword_sampling=0.1,
+            cache_dir=str(tmp_path / "cache"),
+        )
+    )
+    resample = train.make_resample(config, PAIRS, (tokenizer, tokenizer))
+    folders = [resample(epoch).folder for epoch in range(4)]
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    assert train.make_resample(Config(), PAIRS, (tokenizer, tokenizer)) is None
