@@ -95,12 +95,12 @@ def machine(*packages: str) -> str:
     )
 
 
-def matrix_product_rate(size: int = 2048, repeats: int = 10) -> float:
-    """FLOP/s of a float32 product of two square matrices in jax, the best of `repeats`."""
+def matrix_product_rate(size: int = 2048, repeats: int = 10, dtype: str = "float32") -> float:
+    """FLOP/s of a product of two square matrices in jax, the best of `repeats`."""
     import jax
     import jax.numpy as jnp
 
-    x = jnp.ones((size, size))
+    x = jnp.ones((size, size), dtype)
     return 2 * size**3 / _best(jax.jit(jnp.matmul), (x, x), repeats)
 
 

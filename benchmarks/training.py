@@ -1,0 +1,307 @@
+"""Training beside PyTorch's own Transformer, at equal sizes, loss, optimiser and dropout.
+
+    python benchmarks/training.py --corpus text:DIR --languages en-de
+    python benchmarks/training.py --device gpu --size base --tokens 25000
+
+What counts is real target tokens a second, padding left out. We read packed rows; the peer reads
+batches of sentences of about one length, padded, as its users make them, in as many threads as suit
+it best, eager and compiled. On a GPU there is no peer: the table tells the share of the device's
+own bfloat16 matrix products instead. Without --corpus the text is the embedded corpus. Needs the
+extra `benchmarks`.
+"""
+
+import argparse
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Contender, Run, alternate, cores, machine, matrix_product_rate, report
+
+SIZES = {
+    "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
+    "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
+    "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
+}
+
+Pairs = list[tuple[list[int], list[int]]]
+
+
+def main() -> None:
+    """Measure, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", default="cldr:en-ko", help="its training split is learned")
+    parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
+    parser.add_argument("--size", choices=SIZES, default="multi30k")
+    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--tokens", type=int, default=4096, help="target places in a batch")
+    parser.add_argument("--dropout", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=6, help="of each run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        pairs = prepare(args, Path(scratch))
+    dtype = "float32" if args.device == "cpu" else "bfloat16"
+    contenders = [Contender("flaxformer_min", ours, pairs, vars(args), dtype)]
+    if args.device == "cpu":
+        contenders += best_peers(pairs, vars(args))
+    alternate(contenders, args.rounds)
+    rate = matrix_product_rate(dtype=dtype, size=2048 if args.device == "cpu" else 8192)
+    packages = ["jax", "torch"] if args.device == "cpu" else ["jax"]
+    title = (
+        f"Training on {args.corpus}, size {args.size}, vocabulary {args.vocab_size:,}, "
+        f"{args.tokens:,} target places a batch, dropout {args.dropout}, {dtype}; matrix products "
+        f"{rate / 1e9:,.0f} GFLOP/s; {machine(*packages)}"
+    )
+    report(title, table_of(contenders, rate), args.json)
+
+
+def table_of(contenders: list[Contender], rate: float) -> list[dict[str, Any]]:
+    """The rows, each beside the best peer and the machine's own rate."""
+    speeds = [contender.median("tokens_per_second") for contender in contenders]
+    rows = []
+    for contender, speed in zip(contenders, speeds, strict=True):
+        run = contender.runs[0]
+        flops = run["flops"] / run["tokens"] * speed
+        rows.append(
+            {
+                "who": contender.name,
+                "target tokens/s": speed,
+                "ms a step": 1000 * contender.median("seconds") / run["steps"],
+                "ratio to the best peer": speed / max(speeds[1:]) if speeds[1:] else None,
+                "share of matrix products": flops / rate,
+                "padding, %": 100 * run["padding"],
+                "start and first run, s": contender.first_seconds,
+                "memory, GB": run["memory"] / 1e9,
+                "hours for 100k steps of 25k": 100_000 * 25_000 / speed / 3600,
+            }
+        )
+        contender.close()
+    return rows
+
+
+def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
+    """Eager and compiled, each in the number of threads in which it was quicker."""
+    best = []
+    for compiled in (False, True):
+        name = "torch.nn.Transformer, " + ("compiled" if compiled else "eager")
+        tried = [
+            Contender(f"{name}, {n} threads", theirs, pairs, settings, compiled, n)
+            for n in sorted({1, cores()})
+        ]
+        alternate(tried, 1)
+        tried.sort(key=lambda contender: contender.runs[0]["seconds"])
+        for slower in tried[1:]:
+            slower.close()
+        best.append(tried[0])
+        best[-1].runs.clear()
+    return best
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> Pairs:
+    """The training split as token ids; what does not fit a row of 64 is left out for both."""
+    from flaxformer_min.data.corpus import read_pairs
+    from flaxformer_min.data.tokenizer import train_tokenizer
+
+    pairs = read_pairs(args.corpus, "train", args.languages)[:30_000]
+    path = folder / "tokenizer.model"
+    tokenizer = train_tokenizer((text for pair in pairs for text in pair), args.vocab_size, path)
+    sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
+    return [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= 64]
+
+
+def flops_of_training(sizes: dict[str, int], vocab_size: int, pairs: Pairs) -> float:
+    """Floating-point operations of one step on these pairs, three times those of reading them.
+
+    A product of [a b] and [b c] counts 2abc; softmax, norms, dropout and the optimiser count none,
+    nor does attention to what is masked.
+    """
+    d, layers, inner = sizes["d_model"], sizes["num_layers"], sizes["d_ff"]
+    source = np.array([len(pair[0]) for pair in pairs], float)
+    target = np.array([len(pair[1]) for pair in pairs], float)
+    position = layers * (8 * d * d + 4 * d * inner)  # self-attention and feed forward
+    crossed = layers * 4 * d * d  # on the source its keys and values, on the target query, output
+    attended = layers * 4 * d * (source**2 + target * (target + 1) / 2 + target * source)
+    total = (position + crossed) * (source + target) + 2 * d * vocab_size * target + attended
+    return 3 * float(total.sum())
+
+
+def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
+    """`make_train_step` on packed rows, as the loop calls it."""
+    import resource
+
+    import jax
+
+    from flaxformer_min.config import ModelConfig, TrainingConfig
+    from flaxformer_min.data.rows import TrainingRows, encode_pairs, split_over_devices
+    from flaxformer_min.model.transformer import Transformer
+    from flaxformer_min.training.step import init_state, make_train_step
+
+    class Ids:
+        """Tokens already; see `prepare`."""
+
+        fingerprint = "ids"
+
+        def encode_batch(self, texts: list[str]) -> list[list[int]]:
+            return [list(map(int, text.split())) for text in texts]
+
+    sizes, row = SIZES[settings["size"]], (64, 68)
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = [tuple(" ".join(map(str, ids)) for ids in pair) for pair in pairs]
+        encoded = encode_pairs(texts, (Ids(), Ids()), row, Path(scratch), "benchmark")
+        rows_per_batch = -(-settings["tokens"] // 64)
+        rows = TrainingRows(encoded, row, rows_per_batch, seed=0)
+        batches = list(itertools.islice(rows, settings["steps"]))
+        rows.close()
+    config = ModelConfig(
+        vocab_size=settings["vocab_size"], dropout=settings["dropout"], dtype=dtype, **sizes
+    )
+    model, training = Transformer(config), TrainingConfig()
+    state, step = init_state(model, training), make_train_step(model, training)
+    tokens = sum(np.count_nonzero(batch.target.segments) for batch in batches)
+    real = tokens + sum(np.count_nonzero(batch.source.segments) for batch in batches)
+    places = sum(side.ids.size for batch in batches for side in batch)
+    done = {
+        "steps": len(batches),
+        "tokens": int(tokens),
+        "padding": 1 - real / places,
+        "flops": sum(flops_of_training(sizes, config.vocab_size, sentences(b)) for b in batches),
+    }
+
+    def run() -> dict[str, float]:
+        nonlocal state
+        since = time.perf_counter()
+        for batch in batches:
+            state, metrics = step(state, split_over_devices(batch, jax.local_device_count()))
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - since
+        memory = jax.local_devices()[0].memory_stats()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = memory["peak_bytes_in_use"] if memory else peak
+        return {**done, "seconds": seconds, "tokens_per_second": tokens / seconds, "memory": memory}
+
+    return run
+
+
+def sentences(batch: Any) -> Pairs:
+    """The pairs of a packed batch; only their lengths are looked at."""
+    found = []
+    for row in range(len(batch.source.ids)):
+        counts = [np.bincount(side.segments[row])[1:] for side in batch]
+        found += [([0] * a, [0] * b) for a, b in zip(*counts, strict=True)]
+    return found
+
+
+def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int) -> Run:
+    """torch.nn.Transformer with embeddings, positions and output of its own, and Adam."""
+    import resource
+
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    sizes, vocab_size = SIZES[settings["size"]], settings["vocab_size"]
+    d = sizes["d_model"]
+
+    class Model(nn.Module):
+        """One table for source, target and output, as in ours."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(vocab_size, d)
+            nn.init.normal_(self.table.weight, std=d**-0.5)
+            angle = torch.arange(64)[:, None] / 10_000 ** (torch.arange(0, d, 2) / d)
+            positions = torch.stack([angle.sin(), angle.cos()], dim=-1).reshape(64, d)
+            self.register_buffer("positions", positions)
+            self.dropout = nn.Dropout(settings["dropout"])
+            self.inner = nn.Transformer(
+                d,
+                sizes["num_heads"],
+                sizes["num_layers"],
+                sizes["num_layers"],
+                sizes["d_ff"],
+                settings["dropout"],
+                batch_first=True,
+            )
+            mask = nn.Transformer.generate_square_subsequent_mask(64)
+            self.register_buffer("mask", mask.isinf())
+
+        def embed(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.table(ids) * d**0.5 + self.positions[: ids.shape[1]])
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            length = target.shape[1]
+            hidden = self.inner(
+                self.embed(source),
+                self.embed(target),
+                tgt_mask=self.mask[:length, :length],
+                src_key_padding_mask=source == 0,
+                tgt_key_padding_mask=target == 0,
+                memory_key_padding_mask=source == 0,
+                tgt_is_causal=True,
+            )
+            return hidden @ self.table.weight.T
+
+    model = Model()
+    loss_of = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
+    forward = torch.compile(model, dynamic=True) if compiled else model
+    chosen = length_sorted(pairs, settings["tokens"], settings["steps"])
+    batches = [tuple(torch.tensor(side) for side in padded(batch)) for batch in chosen]
+    tokens = sum(int((target != 0).sum()) for _, target in batches)
+    places = sum(source.numel() + target.numel() for source, target in batches)
+    real = tokens + sum(int((source != 0).sum()) for source, _ in batches)
+    done = {
+        "steps": len(batches),
+        "tokens": tokens,
+        "padding": 1 - real / places,
+        "flops": sum(flops_of_training(sizes, vocab_size, batch) for batch in chosen),
+    }
+
+    def run() -> dict[str, float]:
+        since = time.perf_counter()
+        for source, target in batches:
+            shifted = torch.cat([torch.full_like(target[:, :1], 2), target[:, :-1]], dim=1)
+            logits = forward(source, shifted)
+            loss = loss_of(logits.flatten(0, 1), target.flatten())
+            adam.zero_grad(set_to_none=True)
+            loss.backward()
+            adam.step()
+        seconds = time.perf_counter() - since
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {**done, "seconds": seconds, "tokens_per_second": tokens / seconds, "memory": memory}
+
+    return run
+
+
+def length_sorted(pairs: Pairs, tokens: int, steps: int) -> list[Pairs]:
+    """Batches of about `tokens` target places; the sentences of one are about equally long."""
+    ordered = sorted(pairs, key=lambda pair: (len(pair[1]), len(pair[0])))
+    batches, batch = [], []
+    for pair in ordered:
+        if batch and len(pair[1]) * (len(batch) + 1) > tokens:
+            batches.append(batch)
+            batch = []
+        batch.append(pair)
+    middle = [round((i + 0.5) * len(batches) / steps) for i in range(steps)]
+    return [batches[min(i, len(batches) - 1)] for i in middle]
+
+
+def padded(batch: Pairs) -> list[np.ndarray]:
+    """Source and target ids, 0 where there is nothing."""
+    sides = []
+    for side in (0, 1):
+        ids = np.zeros((len(batch), max(len(pair[side]) for pair in batch)), np.int64)
+        for row, pair in zip(ids, batch, strict=True):
+            row[: len(pair[side])] = pair[side]
+        sides.append(ids)
+    return sides
+
+
+if __name__ == "__main__":
+    main()
