@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import runpy
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpus import cache_folder, fingerprint, is_empty, languages_of, read_pairs
 from flaxformer_min.data.rows import (
+    WAYS,
     EncodedPairs,
     EpochBatches,
-    Sampler,
     TrainingRows,
     encode_pairs,
     single_pass,
@@ -154,7 +153,7 @@ def work(run: RunFolder, config: Config) -> int:
         config.training.seed,
         config.data.workers,
         *share,
-        resample=make_resample(config, pairs["train"], tokenizers),
+        subword_sampling=config.data.subword_sampling,
     )
     watch.finish("data")
     model = Transformer(fit_vocabulary(config.model, tokenizers))
@@ -209,40 +208,15 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
         train_tokenizer((pair[side] for pair in sample), sizes[side], path)
 
 
-def encode(
-    config: Config, split: str, pairs: Any, tokenizers: Any, tell: Callable[[str], None] = say
-) -> EncodedPairs:
+def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPairs:
     """A split as token ids, from the cache if it was encoded before."""
     data = config.data
     name = fingerprint(data.corpus, split, data.languages, **where(config))
     lengths = data.source_row_length, data.target_row_length
-    encoded = encode_pairs(pairs, tokenizers, lengths, cache_folder(data.cache_dir), name)
-    tell(f"{split}: {encoded.counts}.")
+    ways = WAYS if split == "train" and data.subword_sampling else 1
+    encoded = encode_pairs(pairs, tokenizers, lengths, cache_folder(data.cache_dir), name, ways)
+    say(f"{split}: {encoded.counts}.")
     return encoded
-
-
-def make_resample(
-    config: Config, pairs: Any, tokenizers: Any
-) -> Callable[[int], EncodedPairs] | None:
-    """Where the config asks for it: the training pairs cut into other pieces for each epoch."""
-    data, seed = config.data, config.training.seed
-    if not data.subword_sampling:
-        return None
-    kept: list[Path] = []
-
-    def resample(epoch: int) -> EncodedPairs:
-        samplers = tuple(
-            Sampler(tokenizer, data.subword_sampling, (seed, epoch, side))
-            for side, tokenizer in enumerate(tokenizers)
-        )
-        encoded = encode(config, "train", pairs, samplers, tell=lambda text: None)
-        # The epoch before may still be read by another process.
-        kept.append(encoded.folder)
-        for old in set(kept[:-2]) - set(kept[-2:]):
-            shutil.rmtree(old, ignore_errors=True)
-        return encoded
-
-    return resample
 
 
 def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:

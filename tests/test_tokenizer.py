@@ -9,7 +9,7 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flaxformer_min.data.tokenizer import Tokenizer, seed_sampling, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LINES = [
@@ -127,20 +127,26 @@ def test_pieces_show_spaces_and_bytes(tokenizer):
     assert tokenizer.pieces(tokenizer.encode("뷁")) == ["▁", "<0xEB>", "<0xB7>", "<0x81>", "</s>"]
 
 
-def test_a_sampled_cut_says_the_same_in_other_pieces(tokenizer):
-    """Kudo 2018: many cuts of one text, repeatable from a seed."""
-    seed_sampling(7)
-    cuts = [tokenizer.sample("안녕하세요, Monday") for _ in range(20)]
-    assert {tokenizer.decode(ids) for ids in cuts} == {"안녕하세요, Monday"}
-    assert len(set(map(tuple, cuts))) > 1
-    assert all(ids[-1] == EOS for ids in cuts)
-    seed_sampling(7)
-    assert [tokenizer.sample("안녕하세요, Monday") for _ in range(20)] == cuts
-    assert tokenizer.decode(tokenizer.sample("a▁b")) == "a▁b"
+def test_the_ways_to_cut_a_text_say_the_same_in_other_pieces_and_the_likeliest_is_first(tokenizer):
+    """Kudo 2018: the log-probability of a cut is the sum of its pieces'."""
+    text = "안녕하세요, Monday"
+    ways = tokenizer.encode_ways(text, 20)
+    assert ways[0] == tokenizer.encode(text)
+    assert len(set(map(tuple, ways))) == len(ways) > 2
+    assert {tokenizer.decode(ids) for ids in ways} == {text}
+    assert all(ids[-1] == EOS for ids in ways)
+    totals = [tokenizer.log_probs()[ids].sum() for ids in ways]
+    assert totals == sorted(totals, reverse=True)
+    assert tokenizer.encode_ways(text, 1) == [tokenizer.encode(text)]
+    assert tokenizer.encode_ways("a▁b", 5) == [tokenizer.encode("a▁b")]
 
 
 def test_half_a_surrogate_pair_is_an_error(tokenizer):
-    for call in (tokenizer.encode, tokenizer.sample, lambda text: tokenizer.encode_batch([text])):
+    for call in (
+        tokenizer.encode,
+        lambda text: tokenizer.encode_ways(text, 3),
+        lambda text: tokenizer.encode_batch([text]),
+    ):
         with pytest.raises(ValueError, match="text 0 has half a surrogate pair at character 2"):
             call("ab\ud800")
 

@@ -1,6 +1,10 @@
 """What a run may ask for beside the paper: R-Drop, averages, patience, subword sampling."""
 
+import hashlib
 import itertools
+import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +14,14 @@ from tiny_run import make_tiny_run
 
 import train
 from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, restore_params
-from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
-from flaxformer_min.data.rows import Sampler, TrainingRows, encode_pairs, split_over_devices
+from flaxformer_min.config import Config, ModelConfig, TrainingConfig
+from flaxformer_min.data.rows import (
+    Ragged,
+    TrainingRows,
+    Ways,
+    encode_pairs,
+    split_over_devices,
+)
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.model.embedding import project
 from flaxformer_min.model.transformer import Transformer
@@ -269,13 +279,9 @@ def tokenizer(tmp_path_factory):
     return train_tokenizer((text for pair in PAIRS for text in pair), 300, path)
 
 
-def sampled_rows(tokenizer, cache, seed=0):
-    def resample(epoch):
-        samplers = tuple(Sampler(tokenizer, 0.1, (seed, epoch, side)) for side in (0, 1))
-        return encode_pairs(PAIRS, samplers, (64, 64), cache, "pairs")
-
-    first = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs")
-    return TrainingRows(first, (64, 64), 4, seed, resample=resample)
+def sampled_rows(tokenizer, cache, seed=0, alpha=0.1):
+    encoded = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs", ways=8)
+    return TrainingRows(encoded, (64, 64), 4, seed, subword_sampling=alpha)
 
 
 def sentences(batches, tokenizer):
@@ -295,6 +301,8 @@ def test_each_epoch_cuts_the_text_in_other_ways_and_says_the_same(tokenizer, tmp
     for epoch in epochs:
         assert sorted(tokenizer.decode(ids) for ids in epoch) == texts
     assert len(set(epochs[0]) & set(epochs[1])) < len(PAIRS) / 2
+    likeliest = sorted(map(tuple, tokenizer.encode_batch(texts)))
+    assert sentences(sampled_rows(tokenizer, tmp_path, alpha=1e3).epoch(0), tokenizer) == likeliest
     assert sentences(sampled_rows(tokenizer, tmp_path / "other").epoch(1), tokenizer) == epochs[1]
     other_seed = sampled_rows(tokenizer, tmp_path, seed=1).epoch(1)
     assert sentences(other_seed, tokenizer) != epochs[1]
@@ -313,19 +321,31 @@ def test_sampled_rows_go_on_exactly_where_they_stood(tokenizer, tmp_path):
     resumed.close()
 
 
-def test_only_the_last_epochs_stay_in_the_cache(tokenizer, tmp_path):
-    for side, name in enumerate(("de", "en")):
-        text = "\n".join(pair[side] for pair in PAIRS) + "\n"
-        (tmp_path / f"train.{name}").write_text(text)
-    config = Config(
-        data=DataConfig(
-            corpus=f"text:{tmp_path}",
-            languages="de-en",
-            subword_sampling=0.1,
-            cache_dir=str(tmp_path / "cache"),
-        )
+def test_ways_are_drawn_as_often_as_their_probability_to_the_alpha_says():
+    """Two sentences: one way, and three ways of 0.5, 0.25 and 0.125."""
+    lengths = np.array([3, 1, 2, 4])
+    cuts = Ragged(np.arange(10), np.cumsum(lengths) - lengths, lengths)
+    ways = Ways(cuts, np.array([1, 3]), np.log([0.9, 0.5, 0.25, 0.125]))
+    rng = np.random.default_rng(0)
+    drawn = [ways.draw(2.0, rng) for _ in range(4000)]
+    assert {(each.starts[0], each.lengths[0]) for each in drawn} == {(0, 3)}
+    shares = np.bincount([each.lengths[1] for each in drawn], minlength=5)[[1, 2, 4]] / 4000
+    powers = np.array([0.5, 0.25, 0.125]) ** 2
+    np.testing.assert_allclose(shares, powers / powers.sum(), atol=0.03)
+    assert ways.first().lengths.tolist() == [3, 1]
+
+
+def test_what_was_drawn_is_drawn_again_in_another_process(tokenizer, tmp_path):
+    rows = sampled_rows(tokenizer, tmp_path)
+    epoch = rows.epoch(3)
+    copy = pickle.loads(pickle.dumps(epoch))
+    jax.tree.map(np.testing.assert_array_equal, copy[0], epoch[0])
+    script = (
+        "import sys, hashlib; from pathlib import Path; from flaxformer_min.data.rows import *;"
+        "rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (64, 64), 4, 0,"
+        " subword_sampling=0.1); print(hashlib.sha256(rows.epoch(3)[0].target.ids).hexdigest())"
     )
-    resample = train.make_resample(config, PAIRS, (tokenizer, tokenizer))
-    folders = [resample(epoch).folder for epoch in range(4)]
-    assert [folder.exists() for folder in folders] == [False, False, True, True]
-    assert train.make_resample(Config(), PAIRS, (tokenizer, tokenizer)) is None
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(epoch.encoded.folder)], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == hashlib.sha256(epoch[0].target.ids).hexdigest()

@@ -4,24 +4,26 @@ All is a function of (seed, epoch, batch number). So the state of the iterator i
 resumes exactly, and every process and worker computes its own share without talking to the others.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
 
-from flaxformer_min.data.tokenizer import Tokenizer, seed_sampling
 from flaxformer_min.tokens import Batch, Tokens
 
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
+
+WAYS = 32
+"""To cut a sentence, that subword sampling chooses from: a training set takes so much more disk."""
 
 ATTEMPTS, SHAPES = 10, 10_000
 """To fill a row: so many attempts, or fewer, that a corpus of many lengths takes no longer."""
@@ -34,6 +36,12 @@ class Encoder(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, ending in EOS."""
+
+    def encode_ways(self, text: str, count: int) -> list[list[int]]:
+        """The same in up to `count` ways, that of `encode_batch` first. Used where count > 1."""
+
+    def log_probs(self) -> np.ndarray:
+        """Of each piece, in nats. Used where there are several ways."""
 
 
 class Ragged(NamedTuple):
@@ -70,28 +78,77 @@ class Counts(NamedTuple):
         )
 
 
+class Ways(NamedTuple):
+    """All ways to cut each sentence of a side: sentence i has `counts[i]` of them, one by one.
+
+    log_probs: of each way, in nats.
+    """
+
+    cuts: Ragged
+    counts: np.ndarray
+    log_probs: np.ndarray
+
+    def first(self) -> Ragged:
+        """The likeliest of each sentence."""
+        return self._chosen(np.cumsum(self.counts) - self.counts)
+
+    def draw(self, alpha: float, rng: np.random.Generator) -> Ragged:
+        """One for each sentence, with a probability that goes with that of the way, to the `alpha`.
+
+        Kudo 2018, section 3.2. The largest of logarithms with Gumbel noise is such a draw.
+        """
+        noisy = alpha * self.log_probs + rng.gumbel(size=len(self.log_probs))
+        start = np.cumsum(self.counts) - self.counts
+        largest = np.repeat(np.maximum.reduceat(noisy, start), self.counts)
+        sentence = np.repeat(np.arange(len(start)), self.counts)
+        winners = np.flatnonzero(noisy == largest)
+        return self._chosen(winners[np.unique(sentence[winners], return_index=True)[1]])
+
+    def _chosen(self, numbers: np.ndarray) -> Ragged:
+        return Ragged(self.cuts.ids, self.cuts.starts[numbers], self.cuts.lengths[numbers])
+
+
 @dataclasses.dataclass(frozen=True)
 class EncodedPairs:
-    """A split as token ids, in memory-mapped files. Pickles as its folder."""
+    """A split as token ids, in memory-mapped files. Pickles as its folder, and how it was drawn.
+
+    drawn: (alpha, seed) of `resample`, or None for the likeliest cuts.
+    """
 
     folder: Path
     source: Ragged
     target: Ragged
     counts: Counts
+    drawn: tuple[float, tuple[int, ...]] | None = None
 
     def __reduce__(self):
         """Workers map the files again instead of receiving their content."""
-        return EncodedPairs.load, (self.folder,)
+        return EncodedPairs.load, (self.folder, self.drawn)
 
     def __len__(self) -> int:
         """Pairs kept."""
         return len(self.source.starts)
 
+    def resample(self, alpha: float, seed: tuple[int, ...]) -> "EncodedPairs":
+        """The same text, each sentence in one of the ways that were encoded (Kudo 2018).
+
+        The smaller `alpha`, the more alike all ways; the same `seed` draws the same.
+        """
+        return EncodedPairs.load(self.folder, (alpha, seed))
+
     @classmethod
-    def load(cls, folder: Path) -> "EncodedPairs":
+    def load(
+        cls, folder: Path, drawn: tuple[float, tuple[int, ...]] | None = None
+    ) -> "EncodedPairs":
         """Map what `encode_pairs` wrote."""
         counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        return cls(folder, _map_side(folder, "source"), _map_side(folder, "target"), counts)
+        ways = [_map_side(folder, side) for side in ("source", "target")]
+        if drawn is None:
+            sides = [side.first() for side in ways]
+        else:
+            rng = np.random.default_rng(drawn[1])
+            sides = [side.draw(drawn[0], rng) for side in ways]
+        return cls(folder, *sides, counts, drawn)
 
 
 def encode_pairs(
@@ -100,21 +157,23 @@ def encode_pairs(
     row_lengths: tuple[int, int],
     cache: Path,
     fingerprint: str,
+    ways: int = 1,
 ) -> EncodedPairs:
     """Encode a split once and keep it in `cache`; the next start maps it from there.
 
     A pair with an empty side, or with more tokens (EOS included) than a row has places, is left out
-    and counted. `fingerprint` names the text; with the tokenizers' own it names the result.
+    and counted. `fingerprint` names the text; with the tokenizers' own it names the result. Each
+    sentence is encoded in up to so many `ways` that fit a row, for `EncodedPairs.resample`.
 
     Raises ValueError when no pair is left.
     """
-    parts = (fingerprint, *(t.fingerprint for t in tokenizers), row_lengths)
+    parts = (fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, ways)
     folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
         try:
-            _write(pairs, tokenizers, row_lengths, scratch)
+            _write(pairs, tokenizers, row_lengths, scratch, ways)
             os.rename(scratch, folder)
         except OSError:
             if not folder.exists():  # otherwise another process was faster, with the same content
@@ -130,10 +189,15 @@ def encode_pairs(
     return encoded
 
 
-def _write(pairs, tokenizers, row_lengths, folder: Path) -> None:
+def _write(pairs, tokenizers, row_lengths, folder: Path, ways: int) -> None:
     totals = np.zeros(len(Counts._fields), int)
-    lengths: list[list[np.ndarray]] = [[], []]
-    with open(folder / "source.bin", "wb") as source, open(folder / "target.bin", "wb") as target:
+    with contextlib.ExitStack() as files:
+        writers = [
+            _SideWriter(folder, name, tokenizer, row_length, ways, files)
+            for name, tokenizer, row_length in zip(
+                ("source", "target"), tokenizers, row_lengths, strict=True
+            )
+        ]
         for start in range(0, len(pairs), CHUNK):
             texts = pairs[start : start + CHUNK]
             full = [pair for pair in texts if pair[0].strip() and pair[1].strip()]
@@ -145,46 +209,60 @@ def _write(pairs, tokenizers, row_lengths, folder: Path) -> None:
                 len(a) <= row_lengths[0] and len(b) <= row_lengths[1]
                 for a, b in zip(*sides, strict=True)
             ]
-            for side, file in enumerate((source, target)):
+            for side, writer in enumerate(writers):
                 kept = [ids for ids, fit in zip(sides[side], fits, strict=True) if fit]
-                lengths[side].append(np.array([len(ids) for ids in kept], np.int32))
-                np.fromiter((i for ids in kept for i in ids), np.int32).tofile(file)
+                writer.write(
+                    kept, [pair[side] for pair, fit in zip(full, fits, strict=True) if fit]
+                )
             words = [sum(len(pair[side].split()) for pair in full) for side in (0, 1)]
             pieces = [sum(map(len, sides[side])) for side in (0, 1)]
             empty = len(texts) - len(full)
             totals += [len(texts), empty, len(fits) - sum(fits), *words, *pieces]
-    for side, name in enumerate(("source", "target")):
-        np.save(
-            folder / f"{name}_lengths.npy", np.concatenate([[], *lengths[side]]).astype("int32")
-        )
+        for writer in writers:
+            writer.finish()
     counts = dict(zip(Counts._fields, totals.tolist(), strict=True))
     (folder / "counts.json").write_text(json.dumps(counts))
 
 
-def _map_side(folder: Path, side: str) -> Ragged:
-    lengths = np.load(folder / f"{side}_lengths.npy").astype(np.int64)
+class _SideWriter:
+    """Writes one side: ids end to end; the length and log-probability of each way; their counts."""
+
+    def __init__(self, folder, name, tokenizer, row_length, ways, files):
+        self._stem, self._tokenizer = folder / name, tokenizer
+        self._row_length, self._ways = row_length, ways
+        self._file = files.enter_context(open(f"{self._stem}.bin", "wb"))
+        self._lengths, self._counts, self._log_probs = ([np.zeros(0)] for _ in range(3))
+        self._of_piece = tokenizer.log_probs() if ways > 1 else np.zeros(0)
+
+    def write(self, encoded: list[list[int]], texts: list[str]) -> None:
+        cuts = [[ids] for ids in encoded]
+        if self._ways > 1:
+            ways = (self._tokenizer.encode_ways(text, self._ways) for text in texts)
+            cuts = [[ids for ids in each if len(ids) <= self._row_length] for each in ways]
+        flat = [ids for each in cuts for ids in each]
+        ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
+        ids.tofile(self._file)
+        self._lengths.append(np.array(lengths))
+        self._counts.append(np.array(list(map(len, cuts))))
+        if self._ways > 1 and flat:
+            starts = np.cumsum(lengths) - lengths
+            self._log_probs.append(np.add.reduceat(self._of_piece[ids], starts))
+
+    def finish(self) -> None:
+        np.save(f"{self._stem}_lengths.npy", np.concatenate(self._lengths).astype(np.int32))
+        np.save(f"{self._stem}_counts.npy", np.concatenate(self._counts).astype(np.int32))
+        log_probs = np.concatenate(self._log_probs).astype(np.float32)
+        np.save(f"{self._stem}_log_probs.npy", log_probs)
+
+
+def _map_side(folder: Path, side: str) -> Ways:
+    lengths, counts, log_probs = (
+        np.load(folder / f"{side}_{name}.npy") for name in ("lengths", "counts", "log_probs")
+    )
+    lengths = lengths.astype(np.int64)
     empty = not (folder / f"{side}.bin").stat().st_size
     ids = np.zeros(0, np.int32) if empty else np.memmap(folder / f"{side}.bin", np.int32, "r")
-    return Ragged(ids, np.cumsum(lengths) - lengths, lengths)
-
-
-class Sampler:
-    """An `Encoder` that cuts each text in one of many ways (subword regularisation, Kudo 2018).
-
-    What it gives is a function of its seed and of all texts it was given before.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, alpha: float, seed: tuple[int, ...]):
-        """`alpha` as in `Tokenizer.sample`."""
-        self.fingerprint = f"{tokenizer.fingerprint} sampled {alpha} {seed}"
-        self._sample = partial(tokenizer.sample, alpha=alpha)
-        self._seed = int(np.random.default_rng(seed).integers(1 << 31))
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, ending in EOS."""
-        seed_sampling(self._seed)
-        self._seed += 1
-        return [self._sample(text) for text in texts]
+    return Ways(Ragged(ids, np.cumsum(lengths) - lengths, lengths), counts, log_probs)
 
 
 class Plan(NamedTuple):
@@ -373,11 +451,11 @@ class TrainingRows(Iterator[Batch]):
         workers: int = 0,
         process: int = 0,
         processes: int = 1,
-        resample: Callable[[int], EncodedPairs] | None = None,
+        subword_sampling: float = 0.0,
     ):
         """Start at epoch 0. `rows` is what one step reads on all devices and processes together.
 
-        `resample(epoch)` gives the pairs of an epoch where they are cut anew for each.
+        `subword_sampling` above 0 is the alpha by which the pairs are cut anew for each epoch.
         """
         if rows % processes:
             raise ValueError(
@@ -386,7 +464,7 @@ class TrainingRows(Iterator[Batch]):
             )
         self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
         self._seed, self._workers = seed, workers
-        self._process, self._processes, self._resample = process, processes, resample
+        self._process, self._processes, self._alpha = process, processes, subword_sampling
         self._packing: Packing | None = None
         self._batches: grain.DatasetIterator | None = None
         self.set_state({"epoch": 0, "batch": 0})
@@ -394,8 +472,10 @@ class TrainingRows(Iterator[Batch]):
     def epoch(self, number: int) -> EpochBatches:
         """All batches of one epoch."""
         rng = np.random.default_rng((self._seed, number))
-        encoded = self._encoded if self._resample is None else self._resample(number)
-        if self._packing is None or self._resample is not None:
+        encoded = self._encoded
+        if self._alpha:
+            encoded = encoded.resample(self._alpha, (self._seed, number))
+        if self._packing is None or self._alpha:
             lengths = encoded.source.lengths, encoded.target.lengths
             self._packing = pack(*lengths, self._row_lengths)
         plan = self._packing.plan(rng)

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from flaxformer_min.files import write_atomically
@@ -98,21 +99,21 @@ class Tokenizer:
                 batch[index] = [*self._encode_with_space_signs(text), EOS]
         return batch
 
-    def sample(self, text: str, alpha: float = 0.1) -> list[int]:
-        """One of the many ways to cut a text into pieces (subword regularisation, Kudo 2018).
+    def encode_ways(self, text: str, count: int) -> list[list[int]]:
+        """The likeliest ways to cut a text into pieces, at most `count`; first that of `encode`.
 
-        The smaller `alpha`, the wilder; the cut that `encode` makes is the limit of large ones.
-        Drawn from SentencePiece's own random generator: see `seed_sampling`. A text with the sign
-        ▁ is not sampled.
-
-        Raises ValueError as `encode` does.
+        A text with the sign ▁ has one. Raises ValueError as `encode` does.
         """
-        _check_text(text, 0)
-        if SPACE in text:
-            return self.encode(text)
-        return self._processor.encode(
-            text, add_eos=True, enable_sampling=True, alpha=alpha, nbest_size=-1
-        )
+        best = self.encode(text)
+        if SPACE in text or count == 1:
+            return [best]
+        others = ([*ids, EOS] for ids in self._processor.nbest_encode(text, nbest_size=count))
+        return [best, *(ids for ids in others if ids != best)][:count]
+
+    def log_probs(self) -> np.ndarray:
+        """Of each piece by itself, in nats, by which a cut is chosen; of the special ones 0."""
+        pieces = range(self.vocab_size)
+        return np.array([self._processor.get_score(i) for i in pieces], np.float32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids up to the first EOS, PAD and BOS left out.
@@ -176,11 +177,6 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int, path: str | Path) -> 
         )
     write_atomically(Path(path), tokenizer.model)
     return tokenizer
-
-
-def seed_sampling(seed: int) -> None:
-    """Make the next cuts of `Tokenizer.sample` repeatable, for this process."""
-    sentencepiece.set_random_generator_seed(seed)
 
 
 def _train(lines: Iterable[str], vocab_size: int, file) -> None:

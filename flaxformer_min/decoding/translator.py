@@ -332,12 +332,13 @@ class Translator:
     ) -> Hypotheses:
         rows = self._rows(len(sources))
         source = _padded(sources, rows, LENGTHS)
-        prefix = _padded(forced, rows, (0, *LENGTHS, 2 * LENGTHS[-1]))
+        # Left out where nobody has one: an array of no size crashes the compiler of jax 0.11.
+        prefix = [_padded(forced, rows, (*LENGTHS, 2 * LENGTHS[-1]))] if any(forced) else []
         # A row that is only padding is through after one step.
         limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
         numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
         program = partial(_search, options=options)
-        return self._run(options, program, source, prefix, np.array(limit, np.int32), numbers)
+        return self._run(options, program, source, np.array(limit, np.int32), numbers, *prefix)
 
     def _run(self, name: Any, program: Callable, *arrays: np.ndarray) -> Any:
         """Run a program on all devices; rows are split between them."""
@@ -346,15 +347,16 @@ class Translator:
         if shape not in self._shapes:
             self._shapes.add(shape)
             self.compilations += 1
-        if name not in self._programs:
+        key = name, len(arrays)
+        if key not in self._programs:
             in_axes = (None, *[0] * len(arrays))
-            self._programs[name] = jax.pmap(
+            self._programs[key] = jax.pmap(
                 partial(program, self.models), "devices", in_axes=in_axes, devices=self.devices
             )
         split = [
             array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
         ]
-        result = jax.device_get(self._programs[name](self.params, *split))
+        result = jax.device_get(self._programs[key](self.params, *split))
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
 
     def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
@@ -369,8 +371,12 @@ class Translator:
         ] or [Translation("", float("-inf"), float("-inf"))]
 
 
-def _search(models, params, source, prefix, max_length, lines, options: Options) -> Hypotheses:
+def _search(
+    models, params, source, max_length, lines, prefix=None, *, options: Options
+) -> Hypotheses:
     """The search for a batch on one device: encode, read the prefixes, and loop."""
+    if prefix is None:
+        prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
     width = source.shape[1]
     steps = width + options.max_extra_tokens
     # Attention looks at all the room there is, and few translations need more than this.

@@ -63,7 +63,7 @@ class Embedding(nn.Module):
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """The box "Linear" with the table's own weights: how well each piece fits, in float32."""
-        return project(x, self.table.astype(x.dtype).T)
+        return project(x, jnp.asarray(self.table, x.dtype).T)
 
 
 class OutputProjection(nn.Module):
