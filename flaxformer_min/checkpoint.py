@@ -5,11 +5,13 @@ array (where the rows stand, say) and the checksums of everything; Orbax itself 
 flipped bit without a word.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,14 @@ EXPECTED = ("read_only", "read only", "tracked_metric")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax warns of the options it was given; its other warnings pass."""
-    return not any(word in record.getMessage() for word in EXPECTED)
+    """Orbax warns of the options it was given, and logs errors that it raises as well."""
+    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+    raised = any("orbax" in frame.filename for frame in frames)
+    return not (raised or any(word in record.getMessage() for word in EXPECTED))
 
 
-logging.getLogger("absl").addFilter(_is_news)
+for name in ("absl", "asyncio"):
+    logging.getLogger(name).addFilter(_is_news)
 
 
 def checksum(tree: PyTree) -> str:
@@ -84,19 +89,23 @@ class Checkpoints:
     ) -> None:
         """Save in the background; the arrays may be donated as soon as this returns.
 
-        `rank` orders validated checkpoints, the lowest being the best.
+        `rank` orders validated checkpoints, the lowest being the best. Raises OSError when this or
+        the last checkpoint cannot be written.
         """
         import orbax.checkpoint as ocp
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
         meta = {**meta, "step": step, "checksums": checksums}
         meta["checksum"] = _meta_checksum(meta)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
-            metrics=None if rank is None else {"rank": rank},
-            force=True,
-        )
+        with self._telling():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+                ),
+                metrics=None if rank is None else {"rank": rank},
+                force=True,
+            )
 
     def restore(
         self, like: dict[str, PyTree], warn: Callable[[str], None]
@@ -133,12 +142,24 @@ class Checkpoints:
         return None if found is None else (step, *found)
 
     def wait(self) -> None:
-        """Return when what was saved is on disk; raise what went wrong on the way."""
-        self._manager.wait_until_finished()
+        """Return when what was saved is on disk; raise OSError if it cannot be written."""
+        with self._telling():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait, and let go."""
         self._manager.close()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say in a sentence what Orbax and its readers and writers raise, each in its own way."""
+        try:
+            yield
+        except Exception as error:
+            raise OSError(
+                f"a checkpoint must be written whole; in {self.folder}: {_reason(error)}. Those "
+                "before it are whole. Make room, and start again to go on from the newest."
+            ) from error
 
 
 def restore_params(
@@ -231,6 +252,16 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
     return sorted(steps, key=rank)
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """What the system said, which TensorStore puts last.
+
+    >>> _reason(ValueError("Failed writing: /a/b: No space left on device [os_error_code='28']"))
+    'No space left on device'
+    """
+    said = getattr(error, "strerror", None) or _first_line(error, None)
+    return said.rpartition(": ")[2].partition(" [os_error_code")[0]
+
+
+def _first_line(error: Exception, most: int | None = 200) -> str:
     text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0][:200]
+    return text[0][:most]
