@@ -19,7 +19,7 @@ from typing import Any
 from flaxformer_min.checkpoint import Checkpoints, restore_params
 from flaxformer_min.config import Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.files import write_atomically
+from flaxformer_min.files import remove_partial, write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
@@ -123,6 +123,7 @@ class RunFolder:
                 ) from error
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
+            remove_partial(self.path)
             yield self
 
     def _check_empty(self) -> None:
