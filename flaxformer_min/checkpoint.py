@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,25 @@ def checksum(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
+class KeepTheBest:
+    """Orbax's preservation policy for the checkpoint of the lowest rank, the newest among equals.
+
+    Not its own BestN: that reads a file of each checkpoint that no checksum covers, and opens none
+    where one is damaged.
+    """
+
+    def __init__(self, ranks: Mapping[int, float | None]):
+        """`ranks` may change; steps that have none are not kept for it."""
+        self.ranks = ranks
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer for each checkpoint."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        ranked = [step for step in reversed(steps) if self.ranks.get(step) is not None]
+        best = min(ranked, key=self.ranks.__getitem__, default=None)
+        return [step == best for step in steps]
+
+
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it.
 
@@ -67,19 +86,14 @@ class Checkpoints:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
-        def rank(metrics: Mapping[str, float]) -> float:
-            return metrics["rank"]
-
-        best = managers.BestN(
-            n=1, get_metric_fn=rank, reverse=True, keep_checkpoints_without_metrics=False
-        )
         self.folder = folder
+        described = {step: _description(folder, step) for step in _steps(folder)}
+        self._ranks = {step: meta["rank"] for step, meta in described.items() if meta}
+        policies = [managers.LatestN(keep), KeepTheBest(self._ranks)]
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(keep), best]),
-                best_fn=rank,
-                best_mode="min",
+                preservation_policy=managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,
             ),
         )
@@ -95,15 +109,15 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
-        meta = {**meta, "step": step, "checksums": checksums}
+        meta = {**meta, "step": step, "rank": rank, "checksums": checksums}
         meta["checksum"] = _meta_checksum(meta)
+        self._ranks[step] = rank
         with self._telling():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
                 ),
-                metrics=None if rank is None else {"rank": rank},
                 force=True,
             )
 
@@ -240,16 +254,27 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _best_first(folder: Path, steps: list[int]) -> list[int]:
-    """Validated steps, the best of them first, then the others; the newest first among equals."""
+    """Validated steps, the best of them first, then the others; the newest first among equals.
 
-    def rank(step: int) -> tuple[bool, float]:
-        try:
-            metrics = json.loads((folder / str(step) / "metrics" / "metrics").read_text())
-            return False, float(metrics["rank"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return True, 0.0
+    One whose description is damaged might be the best: it comes first, to be named.
+    """
 
-    return sorted(steps, key=rank)
+    def order(step: int) -> tuple[int, float]:
+        meta = _description(folder, step)
+        if meta is None:
+            return 0, 0.0
+        return (2, 0.0) if meta["rank"] is None else (1, meta["rank"])
+
+    return sorted(steps, key=order)
+
+
+def _description(folder: Path, step: int) -> dict | None:
+    """What stands beside the arrays of a checkpoint; None if it is not as it was written."""
+    try:
+        meta = json.loads((folder / str(step) / "meta" / "metadata").read_text())
+        return meta if meta.pop("checksum") == _meta_checksum(meta) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None
 
 
 def _reason(error: Exception) -> str:
