@@ -52,7 +52,9 @@ class RunFolder:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}.") from error
+            raise ValueError(
+                f"{file} cannot be read: {error}. Make it readable, or copy it back from elsewhere."
+            ) from error
         return Config.from_json(text, file)
 
     def tokenizers(self) -> Tokenizers:
@@ -63,7 +65,9 @@ class RunFolder:
         names = self._tokenizer_names(self.config())
         missing = [name for name in names if not (self.path / name).exists()]
         if missing:
-            raise ValueError(f"{self.path} is incomplete: it has no {missing[0]}.")
+            raise ValueError(
+                f"{self.path} is incomplete: it has no {missing[0]}. Copy it back from elsewhere."
+            )
         loaded = {name: Tokenizer.load(self.path / name) for name in set(names)}
         return loaded[names[0]], loaded[names[1]]
 
