@@ -35,6 +35,9 @@ ROOT = Path(__file__).parents[1]
 CLOCKED = ("tokens_per_second", "steps_per_second")
 """Metrics that no two runs have in common."""
 
+START_UP = 6.0
+"""Seconds for which a process imports and compiles, about."""
+
 WORDS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco"}
 CONFIG = """
 from flaxformer_min.config import *
@@ -86,7 +89,7 @@ def write_corpus(folder: Path, lines: Mapping[str, int]) -> str:
 def write_job(folder: Path, rounds: int, save_every: int = 20) -> Path:
     """A config file and the text it learns from, for training that is killed so many times."""
     corpus = write_corpus(folder / "corpus", {"train": 400, "val": 40})
-    steps = save_every * (2 * rounds + 2)  # a round is killed after one save, or a second one
+    steps = save_every * (4 * rounds + 2)  # a round is killed before its fifth save
     config = folder / "crash.py"
     config.write_text(CONFIG.format(corpus=corpus, steps=steps, save_every=save_every))
     return config
@@ -107,19 +110,18 @@ def finish(config: Path, workdir: Path) -> None:
 
 def crash(config: Path, workdir: Path, rounds: int, seed: int) -> Iterator[Round]:
     """Start and kill so many times."""
-    rng, start_up = random.Random(seed), 1.0
+    rng = random.Random(seed)
     for _ in range(rounds):
         began = time.monotonic()
         process = start(config, workdir)
-        moment = rng.choice(["starting", "training", "saving", "saving"])
+        moment, whole = rng.choice(["starting", "training", "saving", "saving"]), rng.randint(0, 2)
         if moment == "starting":
-            time.sleep(rng.uniform(0, start_up))
+            time.sleep(rng.uniform(0, START_UP))
         else:
-            _wait_for_a_save(process, workdir)
-            start_up = time.monotonic() - began
-            if moment == "training":
-                _wait(process, lambda: not _being_written(workdir))
-            time.sleep(rng.uniform(0, 0.1))
+            _wait_for_saves(process, workdir, whole + (moment == "training"))
+            if moment == "saving":
+                _wait(process, lambda: _being_written(workdir))
+            time.sleep(rng.uniform(0, 0.3))
         process.kill()
         if process.wait() >= 0:
             raise RuntimeError(f"training ended of itself; see {config.with_suffix('.log')}")
@@ -133,10 +135,12 @@ def crash(config: Path, workdir: Path, rounds: int, seed: int) -> Iterator[Round
         yield Round(seconds, saving, step, problem)
 
 
-def _wait_for_a_save(process: subprocess.Popen, workdir: Path) -> None:
+def _wait_for_saves(process: subprocess.Popen, workdir: Path, count: int) -> None:
     before = _being_written(workdir)  # by the process that was killed last
     _wait(process, lambda: not _being_written(workdir) & before)
-    _wait(process, lambda: _being_written(workdir))
+    for _ in range(count):
+        _wait(process, lambda: _being_written(workdir))
+        _wait(process, lambda: not _being_written(workdir))
 
 
 def _wait(process: subprocess.Popen, condition: Callable[[], Any]) -> None:
@@ -212,14 +216,7 @@ def leftovers(workdir: Path) -> list[str]:
     """Files that no run which ended well leaves; the lock itself stays, but nobody holds it."""
     with RunFolder(workdir).locked():
         paths = [path.relative_to(workdir) for path in workdir.rglob("*")]
-    known = {
-        "config.json",
-        "tokenizer.model",
-        "checkpoints",
-        "metrics.jsonl",
-        "tensorboard",
-        "lock",
-    }
+    known = "config.json tokenizer.model checkpoints metrics.jsonl tensorboard lock".split()
     found = [str(path) for path in paths if "tmp" in str(path) or path.parts[0] not in known]
     steps = [path.name for path in (workdir / "checkpoints").iterdir()]
     return found + (steps if len(steps) > 3 else [])

@@ -3,6 +3,9 @@
 import functools
 import json
 import os
+import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train
-from benchmarks.crash import differences, newest, write_corpus
+from benchmarks.crash import differences, leftovers, newest, write_corpus
 from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.training.metrics import read_metrics
@@ -156,6 +159,65 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
             (found["params"], found["opt_state"]),
             (expected["params"], expected["opt_state"]),
         )
+
+
+@pytest.fixture(params=["disk", "file size"])
+def limited(request, tmp_path):
+    """A folder, how to leave no room for a checkpoint in it, and how to make room again."""
+    folder = tmp_path / "limited"
+    folder.mkdir()
+    if request.param == "file size":
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE)
+        yield folder, lambda: limit((20_000, hard)), lambda: limit((soft, hard))
+        limit((soft, hard))
+        return
+
+    def mount(*options):
+        return subprocess.run(["mount", *options, str(folder)], capture_output=True).returncode
+
+    def fill():
+        space = os.statvfs(folder)
+        used = (space.f_blocks - space.f_bfree) * space.f_frsize
+        assert mount("-o", f"remount,size={used + 100_000}") == 0
+
+    if not shutil.which("mount") or mount("-t", "tmpfs", "-o", "size=16m", "tmpfs"):
+        pytest.skip("it takes root to mount a disk of 16 MB")
+    yield folder, fill, lambda: mount("-o", "remount,size=16m")
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
+    config, tmp_path, limited, capsys
+):
+    """A file system without room, and one that refuses to write a large file."""
+    folder, fill, make_room = limited
+    often = ["--training.save-every", "2"]
+    assert run(config, tmp_path / "uncut", *often) == 0
+    cut(config, folder / "run", 3, *often)
+    fill()
+    capsys.readouterr()
+    status, error = run(config, folder / "run", *often), capsys.readouterr().err
+    make_room()
+    assert status == 2
+    assert re.fullmatch(
+        "train.py: error: a checkpoint must be written whole; in .*/limited/run/checkpoints: "
+        "(No space left on device|File too large). Those before it are whole. Make room, and "
+        "start again to go on from the newest.\n",
+        error,
+    )
+    assert newest(folder / "run")[0] == 3
+    assert run(config, folder / "run", *often) == 0
+    assert differences(tmp_path / "uncut", folder / "run") == []
+    assert leftovers(folder / "run") == []
+
+
+def test_a_test_split_without_text_costs_only_its_score(config, tmp_path, capsys):
+    """Training may have taken days."""
+    for language in ("en", "es"):
+        (tmp_path / "corpus" / f"test.{language}").write_text("\n \n")
+    train.score_test_set(train.RunFolder(tmp_path / "run"), train.read_arguments([config]))
+    assert "No test score: " in capsys.readouterr().out
 
 
 def test_a_run_folder_holds_all_that_is_needed(config, tmp_path, capsys):
