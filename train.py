@@ -381,6 +381,9 @@ def score_test_set(run: RunFolder, config: Config) -> None:
     except ValueError as error:
         say(f"No test score: {error}")
         return
+    if not pairs:
+        say("No test score: no pair of the test split has text on both sides.")
+        return
     translator = Translator.load(run.path, warn=say)
     found = translator.translate([source for source, _ in pairs])
     references = [target for _, target in pairs]

@@ -5,12 +5,13 @@ array (where the rows stand, say) and the checksums of everything; Orbax itself 
 flipped bit without a word.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ EXPECTED = ("read_only", "read only", "tracked_metric")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax warns of the options it was given; its other warnings pass."""
-    return not any(word in record.getMessage() for word in EXPECTED)
+    """Orbax warns of the options it was given, and logs errors that it raises as well."""
+    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+    raised = any("orbax" in frame.filename for frame in frames)
+    return not (raised or any(word in record.getMessage() for word in EXPECTED))
 
 
-logging.getLogger("absl").addFilter(_is_news)
+for name in ("absl", "asyncio"):
+    logging.getLogger(name).addFilter(_is_news)
 
 
 def checksum(tree: PyTree) -> str:
@@ -52,6 +56,25 @@ def checksum(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
+class KeepTheBest:
+    """Orbax's preservation policy for the checkpoint of the lowest rank, the newest among equals.
+
+    Not its own BestN: that reads a file of each checkpoint that no checksum covers, and opens none
+    where one is damaged.
+    """
+
+    def __init__(self, ranks: Mapping[int, float | None]):
+        """`ranks` may change; steps that have none are not kept for it."""
+        self.ranks = ranks
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer for each checkpoint."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        ranked = [step for step in reversed(steps) if self.ranks.get(step) is not None]
+        best = min(ranked, key=self.ranks.__getitem__, default=None)
+        return [step == best for step in steps]
+
+
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it.
 
@@ -70,19 +93,14 @@ class Checkpoints:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
-        def rank(metrics: Mapping[str, float]) -> float:
-            return metrics["rank"]
-
-        best = managers.BestN(
-            n=1, get_metric_fn=rank, reverse=True, keep_checkpoints_without_metrics=False
-        )
         self.folder = folder
+        described = {step: _description(folder, step) for step in steps_of(folder)}
+        self._ranks = {step: meta["rank"] for step, meta in described.items() if meta}
+        policies = [managers.LatestN(keep), KeepTheBest(self._ranks)]
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(keep), best]),
-                best_fn=rank,
-                best_mode="min",
+                preservation_policy=managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,
             ),
         )
@@ -92,21 +110,25 @@ class Checkpoints:
     ) -> None:
         """Save in the background; the arrays may be donated as soon as this returns.
 
-        `rank` orders validated checkpoints, the lowest being the best.
+        `rank` orders validated checkpoints, the lowest being the best. Raises OSError when this or
+        the last checkpoint cannot be written.
         """
         import orbax.checkpoint as ocp
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
-        meta = {**meta, "step": step, "checksums": checksums}
+        meta = {**meta, "step": step, "rank": rank, "checksums": checksums}
         meta["checksum"] = _meta_checksum(meta)
         if count() > 1:
             state = on_all_processes(state)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
-            metrics=None if rank is None else {"rank": rank},
-            force=True,
-        )
+        self._ranks[step] = rank
+        with self._telling():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+                ),
+                force=True,
+            )
 
     def restore(
         self, like: dict[str, PyTree], warn: Callable[[str], None]
@@ -154,12 +176,24 @@ class Checkpoints:
             shutil.move(self.folder / name, shelter / name)
 
     def wait(self) -> None:
-        """Return when what was saved is on disk; raise what went wrong on the way."""
-        self._manager.wait_until_finished()
+        """Return when what was saved is on disk; raise OSError if it cannot be written."""
+        with self._telling():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait, and let go."""
         self._manager.close()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say in a sentence what Orbax and its readers and writers raise, each in its own way."""
+        try:
+            yield
+        except Exception as error:
+            raise OSError(
+                f"a checkpoint must be written whole; in {self.folder}: {_reason(error)}. Those "
+                "before it are whole. Make room, and start again to go on from the newest."
+            ) from error
 
 
 def restore_params(
@@ -168,9 +202,9 @@ def restore_params(
     """What to translate with, on this machine's first device: (step, params).
 
     These are the parameters, or their moving average where the checkpoint has one. `step` None: the
-    best by validation if one was validated, else the newest. A damaged checkpoint
-    is named to `warn` and the next best is tried. Raises ValueError when there is none, none is
-    whole, or the one asked for is not there.
+    best by validation if one was validated, else the newest. A damaged checkpoint is named to
+    `warn` and the next best is tried. Raises ValueError when there is none, none is whole, or the
+    one asked for is not there.
     """
     import orbax.checkpoint as ocp
 
@@ -226,8 +260,9 @@ def mean_of_newest(
 
 def rank_of_best(folder: Path) -> float | None:
     """The lowest rank that a checkpoint here was saved with; None where none was validated."""
-    ranks = [rank for rank in map(partial(_rank, folder), steps_of(folder)) if rank is not None]
-    return min(ranks, default=None)
+    described = [_description(folder, step) for step in steps_of(folder)]
+    ranks = [meta["rank"] for meta in described if meta is not None]
+    return min((rank for rank in ranks if rank is not None), default=None)
 
 
 def _on_first_device(metadata: PyTree) -> PyTree:
@@ -274,23 +309,39 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def _best_first(folder: Path, steps: list[int]) -> list[int]:
-    """Validated steps, the best of them first, then the others; the newest first among equals."""
+    """Validated steps, the best of them first, then the others; the newest first among equals.
 
-    def key(step: int) -> tuple[bool, float]:
-        rank = _rank(folder, step)
-        return rank is None, rank or 0.0
+    One whose description is damaged might be the best: it comes first, to be named.
+    """
 
-    return sorted(steps, key=key)
+    def order(step: int) -> tuple[int, float]:
+        meta = _description(folder, step)
+        if meta is None:
+            return 0, 0.0
+        return (2, 0.0) if meta["rank"] is None else (1, meta["rank"])
+
+    return sorted(steps, key=order)
 
 
-def _rank(folder: Path, step: int) -> float | None:
+def _description(folder: Path, step: int) -> dict | None:
+    """What stands beside the arrays of a checkpoint; None if it is not as it was written."""
     try:
-        metrics = json.loads((folder / str(step) / "metrics" / "metrics").read_text())
-        return float(metrics["rank"])
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = json.loads((folder / str(step) / "meta" / "metadata").read_text())
+        return meta if meta.pop("checksum") == _meta_checksum(meta) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """What the system said, which TensorStore puts last.
+
+    >>> _reason(ValueError("Failed writing: /a/b: No space left on device [os_error_code='28']"))
+    'No space left on device'
+    """
+    said = getattr(error, "strerror", None) or _first_line(error, None)
+    return said.rpartition(": ")[2].partition(" [os_error_code")[0]
+
+
+def _first_line(error: Exception, most: int | None = 200) -> str:
     text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0][:200]
+    return text[0][:most]

@@ -6,6 +6,7 @@ knows which of its settings may change when a run is continued.
 
 import dataclasses
 import json
+import math
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -47,6 +48,7 @@ def _check_fields(config: Any, group: str) -> None:
             field.metadata[limit] for limit in ("at_least", "more_than", "less_than")
         )
         rules = [
+            (not math.isinf(value), "finite"),
             (at_least is None or value >= at_least, f"at least {at_least}"),
             (more_than is None or value > more_than, f"more than {more_than}"),
             (less_than is None or value < less_than, f"less than {less_than}"),
@@ -331,8 +333,10 @@ class Config:
         """
         try:
             content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} must be JSON; {error}.") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"{where} must be JSON; {error}. Copy it back from elsewhere."
+            ) from error
         if not isinstance(content, dict) or type(content.get("format_version")) is not int:
             raise ValueError(f"{where} must hold a format_version; it is no flaxformer_min config.")
         version = content.pop("format_version")

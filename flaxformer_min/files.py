@@ -4,6 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
+PARTIAL = ".partial"
+"""How the name of a file ends that is still being written."""
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all, with the permissions of any new file.
@@ -15,7 +18,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -26,6 +29,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what processes that were killed left half written. Only for the one that may write."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        path.unlink()
 
 
 def _umask() -> int:

@@ -24,7 +24,7 @@ from flaxformer_min.checkpoint import Checkpoints, restore_params, steps_of
 from flaxformer_min.config import Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.devices import replicate
-from flaxformer_min.files import write_atomically
+from flaxformer_min.files import remove_partial, write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
@@ -58,7 +58,9 @@ class RunFolder:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}.") from error
+            raise ValueError(
+                f"{file} cannot be read: {error}. Make it readable, or copy it back from elsewhere."
+            ) from error
         return Config.from_json(text, file)
 
     def tokenizers(self) -> Tokenizers:
@@ -69,7 +71,9 @@ class RunFolder:
         names = self._tokenizer_names(self.config())
         missing = [name for name in names if not (self.path / name).exists()]
         if missing:
-            raise ValueError(f"{self.path} is incomplete: it has no {missing[0]}.")
+            raise ValueError(
+                f"{self.path} is incomplete: it has no {missing[0]}. Copy it back from elsewhere."
+            )
         loaded = {name: Tokenizer.load(self.path / name) for name in set(names)}
         return loaded[names[0]], loaded[names[1]]
 
@@ -148,6 +152,7 @@ class RunFolder:
                 ) from error
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
+            remove_partial(self.path)
             yield self
 
     def _check_empty(self) -> None:

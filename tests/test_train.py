@@ -1,9 +1,12 @@
 """train.py: what a run leaves, and that a cut leaves no trace."""
 
+import functools
 import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,12 +22,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train
+from benchmarks.crash import differences, leftovers, newest, write_corpus
 from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state
-
-WORDS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco"}
 
 CONFIG = """
 from flaxformer_min.config import *
@@ -37,22 +40,23 @@ config = Config(
 )
 """
 
-
-def write_corpus(folder, splits=("train", "val"), lines=40):
-    folder.mkdir(exist_ok=True)
-    rng = random.Random(0)
-    for split in splits:
-        chosen = [[rng.choice(list(WORDS)) for _ in range(rng.randint(1, 4))] for _ in range(lines)]
-        english = "".join(" ".join(line) + "\n" for line in chosen)
-        spanish = "".join(" ".join(WORDS[word] for word in line) + "\n" for line in chosen)
-        (folder / f"{split}.en").write_text(english)
-        (folder / f"{split}.es").write_text(spanish)
-    return f"text:{folder}"
+make_train_step = functools.cache(train.make_train_step)
+make_eval_step = functools.cache(train.make_eval_step)
+first_state = functools.cache(train.init_state)
 
 
-def write_config(folder, model="", training="", **corpus):
+@pytest.fixture(autouse=True)
+def programs_are_shared(monkeypatch):
+    """Among runs of one config: to trace them takes longer than to train a tiny model."""
+    monkeypatch.setattr(train, "make_train_step", make_train_step)
+    monkeypatch.setattr(train, "make_eval_step", make_eval_step)
+    copied = functools.partial(jax.tree.map, jnp.copy)  # for it is donated
+    monkeypatch.setattr(train, "init_state", lambda *given: copied(first_state(*given)))
+
+
+def write_config(folder, model="", training=""):
     path = folder / "tiny.py"
-    corpus = write_corpus(folder / "corpus", **corpus)
+    corpus = write_corpus(folder / "corpus", {"train": 100, "val": 40})
     path.write_text(CONFIG.format(corpus=corpus, model=model, training=training))
     return str(path)
 
@@ -66,53 +70,155 @@ def run(config, workdir, *overrides):
     return train.main([config, "--workdir", str(workdir), *overrides])
 
 
-def final_state(workdir):
-    """Everything in the newest checkpoint, as plain arrays, and its description."""
-    import orbax.checkpoint as ocp
+def cut(config, workdir, step, *overrides):
+    """Train, and be asked to end while this step is taken."""
+    timing = train.timing_the_first
 
-    folder = workdir / "checkpoints"
-    step = max(int(path.name) for path in folder.iterdir())
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
-        return step, manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
-            "meta"
-        ]
+    def asking(train_step):
+        def ask(state, batch):
+            result = train_step(state, batch)
+            if int(result[0].step) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
 
+        return ask
 
-def assert_same_run(one, other):
-    """Checksums cover every bit of parameters, optimizer and key; metrics all but the clock."""
-    assert final_state(one) == final_state(other)
-    clocked = ("tokens_per_second", "steps_per_second")
-    lines = [
-        [
-            {k: v for k, v in line.items() if k not in clocked}
-            for line in read_metrics(run / "metrics.jsonl")
-        ]
-        for run in (one, other)
-    ]
-    # a run that ends early validates where it ends
-    without_extra = [
-        [line for line in each if "loss" in line or line["step"] in (6, 9)] for each in lines
-    ]
-    assert without_extra[0] == without_extra[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "timing_the_first", lambda train_step: asking(timing(train_step)))
+        assert run(config, workdir, *overrides) == 143
+    assert str(step) in os.listdir(workdir / "checkpoints")
 
 
 @pytest.mark.parametrize(
-    "cuts, model, training",
+    "batches, cuts, model, training, data",
     [
-        ((1, 5), "norm='post'", ""),
-        ((3, 4, 8), "norm='pre'", "gradient_accumulation=2"),
+        pytest.param(4, (1, 2, 3, 4, 7), "", "", [], id="post-norm"),
+        pytest.param(
+            2, (2, 5), "norm='pre'", "gradient_accumulation=2", [], id="pre-norm, accumulating"
+        ),
+        pytest.param(4, (3, 5), "", "", ["--data.workers", "1"], id="worker processes"),
     ],
 )
-def test_a_run_cut_anywhere_equals_the_uncut_run_bit_for_bit(tmp_path, cuts, model, training):
-    """Dropout on; cuts lie within an epoch, after its end, and right before and after a save."""
+def test_a_run_cut_anywhere_equals_the_uncut_run_bit_for_bit(
+    tmp_path, capsys, batches, cuts, model, training, data
+):
+    """Parameters, optimizer, key, place in the rows, and all metrics but the clock's; dropout on.
+
+    Cuts lie within an epoch and at its end; right before, at and right after a save, which comes
+    every 3 steps; within the 4 steps of a line of metrics.
+    """
     config = write_config(tmp_path, model, training)
     assert run(config, tmp_path / "uncut") == 0
-    for steps in cuts:
-        assert run(config, tmp_path / "cut", "--training.steps", str(steps)) == 0
-    assert run(config, tmp_path / "cut") == 0
-    assert_same_run(tmp_path / "uncut", tmp_path / "cut")
+    assert f"an epoch: {batches} batches" in capsys.readouterr().out
+    for step in cuts:
+        cut(config, tmp_path / "cut", step, *data)
+    assert run(config, tmp_path / "cut", *data) == 0
+    assert differences(tmp_path / "uncut", tmp_path / "cut") == []
+
+
+def test_a_run_that_ended_is_lengthened_as_if_it_had_been_longer_from_the_start(tmp_path, config):
+    """All but the validation at the first end, which the longer run has not."""
+    assert run(config, tmp_path / "long") == 0
+    assert run(config, tmp_path / "short", "--training.steps", "5") == 0
+    assert run(config, tmp_path / "short") == 0
+    found = differences(tmp_path / "long", tmp_path / "short")
+    assert all(text.startswith(("metrics:", "the number of metrics: 4 and 5")) for text in found)
+    losses = [
+        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        for name in ("long", "short")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+    """The same rows, and equal to rounding, from one device to two and from two to one."""
+    config = write_config(tmp_path, "dropout=0.0", "adam_epsilon=1e-3")  # which hides noise
+    first = ["--training.steps", "5"]
+    uncut, growing, shrinking = (tmp_path / name for name in ("uncut", "growing", "shrinking"))
+    assert run(config, shrinking, *first) == 0
+    on_one_device = (
+        f"import sys, train; sys.exit(train.main([{config!r}, '--workdir', {str(growing)!r}, "
+        f"*{first!r}]) or train.main([{config!r}, '--workdir', {str(shrinking)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", on_one_device],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1 cpu device ") == 2
+    for workdir in (uncut, growing):
+        assert run(config, workdir) == 0
+    _, expected, description = newest(uncut)
+    for workdir in (growing, shrinking):
+        _, found, meta = newest(workdir)
+        assert meta["rows"] == description["rows"]
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+            (found["params"], found["opt_state"]),
+            (expected["params"], expected["opt_state"]),
+        )
+
+
+@pytest.fixture(params=["disk", "file size"])
+def limited(request, tmp_path):
+    """A folder, how to leave no room for a checkpoint in it, and how to make room again."""
+    folder = tmp_path / "limited"
+    folder.mkdir()
+    if request.param == "file size":
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE)
+        yield folder, lambda: limit((20_000, hard)), lambda: limit((soft, hard))
+        limit((soft, hard))
+        return
+
+    def mount(*options):
+        return subprocess.run(["mount", *options, str(folder)], capture_output=True).returncode
+
+    def fill():
+        space = os.statvfs(folder)
+        used = (space.f_blocks - space.f_bfree) * space.f_frsize
+        assert mount("-o", f"remount,size={used + 100_000}") == 0
+
+    if not shutil.which("mount") or mount("-t", "tmpfs", "-o", "size=16m", "tmpfs"):
+        pytest.skip("it takes root to mount a disk of 16 MB")
+    yield folder, fill, lambda: mount("-o", "remount,size=16m")
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
+    config, tmp_path, limited, capsys
+):
+    """A file system without room, and one that refuses to write a large file."""
+    folder, fill, make_room = limited
+    often = ["--training.save-every", "2"]
+    assert run(config, tmp_path / "uncut", *often) == 0
+    cut(config, folder / "run", 3, *often)
+    fill()
+    capsys.readouterr()
+    status, error = run(config, folder / "run", *often), capsys.readouterr().err
+    make_room()
+    assert status == 2
+    assert re.fullmatch(
+        "train.py: error: a checkpoint must be written whole; in .*/limited/run/checkpoints: "
+        "(No space left on device|File too large). Those before it are whole. Make room, and "
+        "start again to go on from the newest.\n",
+        error,
+    )
+    assert newest(folder / "run")[0] == 3
+    assert run(config, folder / "run", *often) == 0
+    assert differences(tmp_path / "uncut", folder / "run") == []
+    assert leftovers(folder / "run") == []
+
+
+def test_a_test_split_without_text_costs_only_its_score(config, tmp_path, capsys):
+    """Training may have taken days."""
+    for language in ("en", "es"):
+        (tmp_path / "corpus" / f"test.{language}").write_text("\n \n")
+    train.score_test_set(train.RunFolder(tmp_path / "run"), train.read_arguments([config]))
+    assert "No test score: " in capsys.readouterr().out
 
 
 def test_a_run_folder_holds_all_that_is_needed(config, tmp_path, capsys):
@@ -141,7 +247,7 @@ def test_a_run_folder_holds_all_that_is_needed(config, tmp_path, capsys):
     assert {"validation_loss", "validation_perplexity"} <= set(lines[1])
     printed = capsys.readouterr().out
     for text in (
-        "40 pairs read",
+        "100 pairs read",
         "pieces a word",
         "padding",
         "M parameters",
@@ -221,9 +327,9 @@ def test_a_second_process_on_one_run_refuses(config, tmp_path, capsys):
 
 def test_a_finished_run_trains_no_further_and_is_not_saved_again(config, tmp_path, capsys):
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0
-    before = final_state(tmp_path / "run")
+    before = newest(tmp_path / "run")[2]
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0
-    assert final_state(tmp_path / "run") == before
+    assert newest(tmp_path / "run")[2] == before
     assert "Going on from step 2" in capsys.readouterr().out
 
 
@@ -239,11 +345,18 @@ def test_debugging_names_the_operation_behind_a_rate_that_explodes(config, tmp_p
 
 def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path, capsys):
     """No pair fits the short rows; longer rows are another setting, but nothing was learned yet."""
-    corpus = write_corpus(tmp_path / "long")
-    for split in ("train", "val"):
-        for language in ("en", "es"):
-            (tmp_path / "long" / f"{split}.{language}").write_text("one two three four " * 3 + "\n")
-    short = ["--data.source-row-length", "8", "--data.corpus", corpus, "--training.steps", "1"]
+    corpus = tmp_path / "long"
+    corpus.mkdir()
+    for name in ("train.en", "train.es", "val.en", "val.es"):
+        (corpus / name).write_text("one two three four " * 3 + "\n")
+    short = [
+        "--data.source-row-length",
+        "8",
+        "--data.corpus",
+        f"text:{corpus}",
+        "--training.steps",
+        "1",
+    ]
     assert run(config, tmp_path / "run", *short) == 2
     assert "at least one usable pair" in capsys.readouterr().err
     assert run(config, tmp_path / "run", "--training.steps", "1") == 0
@@ -280,8 +393,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(config, tmp_path
     assert process.returncode == status, errors
     assert "finishing this step" in errors
     assert "To go on: python train.py" in printed
-    step, _ = final_state(workdir)
-    assert step >= 4
+    assert newest(workdir)[0] >= 4
     assert not list((workdir / "checkpoints").glob("*tmp*"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import subprocess
 import sys
 from functools import cache
@@ -18,6 +19,7 @@ from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
+from flaxformer_min.training.metrics import MetricsLog, read_metrics
 from flaxformer_min.training.schedule import learning_rate
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
@@ -209,3 +211,45 @@ def test_validation_has_no_dropout_and_no_smoothing(learner):
     )
     assert float(sums.loss) == pytest.approx(expected, rel=1e-5)
     assert float(sums.tokens) == 7
+
+
+def events(folder):
+    """(step, name, value) of each scalar in TensorBoard's files, the oldest file first."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        while content:
+            (size,) = struct.unpack("<Q", content[:8])
+            event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
+            for value in event.summary.value:
+                yield event.step, value.tag, value.simple_value
+
+
+def test_tensorboard_is_told_what_the_metrics_say_at_once(tmp_path):
+    """Before the log is closed: a killed process closes nothing."""
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resumed_from=0)
+    for step in (1, 2):
+        log.write(step, {"loss": step / 4, "accuracy": 0.5})
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert lines == [{"step": step, "loss": step / 4, "accuracy": 0.5} for step in (1, 2)]
+    told = [(line["step"], name, line[name]) for line in lines for name in ("loss", "accuracy")]
+    assert list(events(tmp_path / "tensorboard")) == told
+    log.close()
+
+
+def test_a_run_that_goes_on_forgets_metrics_after_its_checkpoint_and_what_is_no_record(tmp_path):
+    """A line cut off by a kill, bytes that are no text, a number, a record without a step."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n3\n{"loss": 1}\n\xff\x80\n{"step": 3}\n{"step": 2}\n{"st')
+    MetricsLog(path, tmp_path / "tensorboard", resumed_from=2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_metrics_on_a_full_disk_are_an_error_that_says_what_to_do(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resumed_from=0)
+    log._file.close()
+    log._file = open("/dev/full", "a")
+    with pytest.raises(OSError, match="/dev/full: No space left on device. Make room, and start"):
+        log.write(1, {"loss": 1.0})
+    log.close()

@@ -210,7 +210,10 @@ def _why_not(error: str, vocab_size: int) -> str:
             f"characters of this corpus, {too_small[1]} in all; got {vocab_size}."
         )
     if "sentences_.empty()" in error:
-        return "A tokenizer is trained on text; there was not one line that is not empty."
+        return (
+            "A tokenizer is trained on text; there was not one line that is not empty and not "
+            "longer than 16 kB. Look at the text, or cut its lines into sentences."
+        )
     return f"SentencePiece could not be trained with a vocabulary of {vocab_size}; it says: {error}"
 
 

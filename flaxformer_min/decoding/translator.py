@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
 from flaxformer_min.decoding.search import Hypotheses, Prefix, Sampling, search
@@ -356,7 +357,13 @@ class Translator:
         split = [
             array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
         ]
-        result = jax.device_get(self._programs[key](self.params, *split))
+        try:
+            result = jax.device_get(self._programs[key](self.params, *split))
+        except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
+            raise ValueError(
+                "settings, tokenizers and checkpoint must be those of one run; "
+                f"{str(error).partition(' (http')[0]} Copy back the files that were made together."
+            ) from error
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
 
     def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:

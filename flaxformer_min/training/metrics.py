@@ -1,6 +1,8 @@
 """What training tells: a line on the terminal, a line of JSON, a TensorBoard event."""
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,37 +18,61 @@ class MetricsLog:
         if not active:
             return
         _forget_after(jsonl, resumed_from)
-        from tensorboardX import SummaryWriter
+        # Not SummaryWriter: its queue waits for ever once its thread has met a full disk.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+        tensorboard.mkdir(exist_ok=True)
         self._file = open(jsonl, "a", encoding="utf-8")
-        self._events = SummaryWriter(str(tensorboard), purge_step=resumed_from + 1)
+        self._events = EventsWriter(str(tensorboard / "events"), f".{resumed_from}")
+        start = SessionLog(status=SessionLog.START)  # hides what came later in older files
+        event = Event(wall_time=time.time(), step=resumed_from + 1, session_log=start)
+        self._events.write_event(event)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record, flushed: a killed run has lost nothing of it."""
+        """One record, flushed: a killed run has lost nothing of it.
+
+        Raises OSError where the disk is full.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        try:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+            for name, value in metrics.items():
+                event = Event(wall_time=time.time(), step=step, summary=scalar(name, value))
+                self._events.write_event(event)
+            self._events.flush()
+        except OSError as error:
+            raise OSError(
+                f"metrics must be written as training goes; {self._file.name}: {error.strerror}. "
+                "Make room, and start again to go on from the newest checkpoint."
+            ) from error
 
     def close(self) -> None:
         """Close both logs."""
         if self._file is not None:
-            self._file.close()
-            self._events.close()
+            with contextlib.suppress(OSError):  # `write` has told what could not be written
+                self._file.close()
+            with contextlib.suppress(OSError):
+                self._events.close()
 
 
 def read_metrics(jsonl: Path) -> list[dict]:
-    """The records of a run, oldest first; a last line that was cut off is left out."""
+    """The records of a run, oldest first; a line that is none, as one cut off, is left out."""
+    text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
     records = []
-    for line in jsonl.read_text(encoding="utf-8").splitlines() if jsonl.exists() else []:
-        try:
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return [
+        record
+        for record in records
+        if isinstance(record, dict) and isinstance(record.get("step"), int)
+    ]
 
 
 def _forget_after(jsonl: Path, step: int) -> None:

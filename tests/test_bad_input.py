@@ -1,0 +1,267 @@
+"""What users get wrong, one row each: the sentence they read, or what comes of it all the same.
+
+The settings stand in test_config.py, the command line in test_cli.py, what a user types for
+train.py in test_train.py.
+"""
+
+import re
+import shutil
+
+import pytest
+import sentencepiece
+from make_golden_run import GOLDEN
+from tiny_run import LINES, make_tiny_run
+
+import train
+from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.data.rows import Counts, TrainingRows
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.run_folder import RunFolder
+
+
+def assert_refused(call, error):
+    """One sentence or two, for a person: nothing of it is a traceback's."""
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert re.fullmatch(error, str(raised.value)), str(raised.value)
+
+
+# Corpora
+
+ONE, TWO = "a b\n", "c d\n"
+LONG = "word " * 200_000 + "\n"
+CORPORA = [
+    # what is in train.en, in train.de, and (pairs read, with an empty side, too long), or the error
+    ("one pair", ONE, TWO, (1, 0, 0)),
+    ("no end of the last line", "a\nb", "c\nd", (2, 0, 0)),
+    ("Windows line ends", "a\r\nb\r\n", "c\nd\n", (2, 0, 0)),
+    ("byte order marks", "\ufeffa\n", "\ufeffc\n", (1, 0, 0)),
+    ("empty lines", "a\n\n b\n\n", "c\n\nd\ne\n", (4, 2, 0)),
+    ("a line of 1 MB", ONE + LONG, TWO + TWO, (2, 0, 1)),
+    ("lines of 1 MB on both sides", ONE + LONG, TWO + LONG, (2, 0, 1)),
+    ("NUL bytes", "a\0b\n\0\n", "c\n\0d\0\n", (2, 0, 0)),
+    ("only punctuation", "...\n?!\n", "—\n¿¡\n", (2, 0, 0)),
+    ("other line separators", "a\u2028b\x85c\n", "d\x0be\x0cf\n", (1, 0, 0)),
+    ("names of control tokens", "<s> </s>\n", "<pad> <unk>\n", (1, 0, 0)),
+    ("the sign for spaces", "▁\n▁▁ ▁\n", "a\n▁b\n", (2, 0, 0)),
+    ("only long pairs", LONG, LONG,
+     r"A tokenizer is trained on text; there was not one line that is not empty and not longer "
+     r"than 16 kB\. Look at the text, or cut its lines into sentences\."),
+    ("a side that is all empty", "a\nb\n", "\n  \n",
+     r"a split must hold at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
+     r"longer than a row left out; .*\. Look at the text, or raise data.source_row_length and "
+     r"data.target_row_length\."),
+    ("both sides all empty", "\n\n", "\n\n",
+     r"A tokenizer is trained on text; there was not one line that is not empty .*"),
+    ("empty files", "", "", r"A split must hold at least one pair; .*/train\.en is empty\."),
+    ("unequal numbers of lines", "a\nb\n", "c\n",
+     r"Both sides must have the same number of lines, line i translating line i; "
+     r".*/train\.en has 2, .*/train\.de has 1\."),
+    ("no UTF-8", "a\nb\n", b"c\n\xfc\n",
+     r".*/train\.de, line 2: text must be UTF-8; .* at byte 1 of the line\. Convert the file, for "
+     r"example with iconv\."),
+    ("UTF-16", "a\n", "c".encode("utf-16"),
+     r".*/train\.de, line 1: text must be UTF-8; .*\. Convert the file, for example with iconv\."),
+    ("a missing file", ONE, None,
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
+     r".* holds train\.en\."),
+    ("no file", None, None,
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
+     r".* holds nothing\."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "source, target, expected", [row[1:] for row in CORPORA], ids=[row[0] for row in CORPORA]
+)
+def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
+    """All the way that train.py goes with it: read, train a tokenizer, encode, pack."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for language, content in (("en", source), ("de", target)):
+        if content is not None:
+            data = content if isinstance(content, bytes) else content.encode()
+            (folder / f"train.{language}").write_bytes(data)
+    config = Config(
+        data=DataConfig(corpus=f"text:{folder}", languages="en-de", cache_dir=str(tmp_path)),
+        model=ModelConfig(vocab_size=300),
+    )
+
+    def prepare():
+        pairs = train.open_split(config, "train")
+        tokenizers = RunFolder(tmp_path / "run").begin(
+            config, lambda paths: train.make_tokenizers(config, pairs, paths)
+        )
+        encoded = train.encode(config, "train", pairs, tokenizers)
+        rows = TrainingRows(encoded, (64, 64), rows=4, seed=0)
+        batch = next(rows)
+        rows.close()
+        assert batch.source.segments.max() > 0
+        return encoded.counts
+
+    if isinstance(expected, str):
+        assert_refused(prepare, expected)
+    else:
+        counts = prepare()
+        assert isinstance(counts, Counts)
+        assert (counts.read, counts.empty, counts.too_long) == expected
+
+
+# Run folders
+
+
+def replace(name, content):
+    """Write another file in its place; None: a folder, which nobody can read as a file."""
+
+    def damage(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def remove(name):
+    return lambda folder: [
+        shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.glob(name)
+    ]
+
+
+def other_vocabulary(folder):
+    other = make_tiny_run(folder / "other", steps=(), lines=["ab ba"] * 9)
+    shutil.move(other / "tokenizer.model", folder / "tokenizer.model")
+
+
+def spoil_checkpoints(folder):
+    for path in (folder / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+RUNS = [
+    # what is done to a whole run folder, and the error
+    ("not there", shutil.rmtree, r"a run is a folder; there is none at .*\."),
+    ("empty", remove("*"), r".* is no run: it has no config\.json\. train\.py makes one\."),
+    ("foreign", remove("config.json"),
+     r".* is no run: it has no config\.json\. train\.py makes one\."),
+    ("of a newer format", replace("config.json", '{"format_version": 99}'),
+     r".*config\.json has format 99, and this flaxformer_min reads up to 1\. Install a newer "
+     r"flaxformer_min\."),
+    ("settings cut short", replace("config.json", '{"format_version": 1, "mod'),
+     r".*config\.json must be JSON; .*\. Copy it back from elsewhere\."),
+    ("settings of another program", replace("config.json", '{"lr": 0.1}'),
+     r".*config\.json must hold a format_version; it is no flaxformer_min config\."),
+    ("settings in no UTF-8", replace("config.json", b"\xff\xfe{}"),
+     r".*config\.json cannot be read: .* Make it readable, or copy it back from elsewhere\."),
+    ("settings that cannot be read", replace("config.json", None),
+     r".*config\.json cannot be read: .*Is a directory.*\. Make it readable, or copy .*"),
+    ("settings nested too deep", replace("config.json", '{"a":' * 100_000),
+     r".*config\.json must be JSON; .*\. Copy it back from elsewhere\."),
+    ("a setting of no range", replace("config.json", '{"format_version": 1, "model": {"d_ff": 0}}'),
+     r"model\.d_ff must be at least 1; got 0\."),
+    ("no tokenizer", remove("tokenizer.model"),
+     r".* is incomplete: it has no tokenizer\.model\. Copy it back from elsewhere\."),
+    ("a tokenizer cut short", replace("tokenizer.model", b"\x0a\x0e"),
+     r".*tokenizer\.model must be a SentencePiece model, .* Is it another file, or cut short\?"),
+    ("a tokenizer that cannot be read", replace("tokenizer.model", None),
+     r"A tokenizer must be a readable file; .*tokenizer\.model: Is a directory\."),
+    ("the tokenizer of another run", other_vocabulary,
+     r"settings, tokenizers and checkpoint must be those of one run; .* \(\d+, 16\).* Copy back "
+     r"the files that were made together\."),
+    ("no checkpoints", remove("checkpoints"),
+     r".* holds no checkpoint yet\. Train it until it has saved\."),
+    ("checkpoints are a file", replace("checkpoints", b"x"),
+     r".* holds no checkpoint yet\. Train it until it has saved\."),
+    ("no whole checkpoint", spoil_checkpoints,
+     r"no checkpoint in .*checkpoints is whole\. Copy one back from elsewhere\."),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.mark.usefixtures("failed_reads")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage, error", [row[1:] for row in RUNS], ids=[row[0] for row in RUNS])
+def test_a_run_folder_that_is_not_whole_is_refused(whole_run, tmp_path, damage, error):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    Translator.load(folder, warn=pytest.fail)  # until now it is
+    damage(folder)
+    assert_refused(
+        lambda: Translator.load(folder, warn=lambda text: None).translate(["the red house"]), error
+    )
+
+
+# Tokenizer files
+
+GOLDEN_TOKENIZER = (GOLDEN / "tokenizer.model").read_bytes()
+OURS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+TOKENIZERS = [
+    # the file's content, or options of SentencePiece to make it with, and the error
+    ("empty", b"", r".* must be a SentencePiece model, .* Is it another file, or cut short\?"),
+    ("text", b"hello\n", r".* must be a SentencePiece model, .*"),
+    ("cut short", GOLDEN_TOKENIZER[:2_000], r".* must be a SentencePiece model, .*"),
+    ("zeros", bytes(2_000), r".* must be a SentencePiece model, .*"),
+    ("other special ids", dict(byte_fallback=True),
+     r".* must have the ids PAD=0, UNK=1, BOS=2, EOS=3; it has PAD=-1, UNK=0, BOS=1, EOS=2\. Train "
+     r"it with train_tokenizer, or with SentencePiece's options .*"),
+    ("swapped special ids", dict(byte_fallback=True, pad_id=0, unk_id=1, bos_id=3, eos_id=2),
+     r".*; it has PAD=0, UNK=1, BOS=3, EOS=2\. Train it .*"),
+    ("no pieces for bytes", OURS,
+     r".* must be able to spell any text in bytes; it has no byte pieces\. Train it with "
+     r"train_tokenizer, or with SentencePiece's option --byte_fallback\."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content, error", [row[1:] for row in TOKENIZERS], ids=[row[0] for row in TOKENIZERS]
+)
+def test_a_tokenizer_that_is_not_ours_is_refused(tmp_path, content, error):
+    path = tmp_path / "tokenizer.model"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        with path.open("wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(LINES),
+                model_writer=file,
+                hard_vocab_limit=False,
+                vocab_size=300,
+                minloglevel=2,
+                **content,
+            )
+    assert_refused(lambda: Tokenizer.load(path), error)
+
+
+# Settings: test_config.py has more of them
+
+SETTINGS = [
+    (ModelConfig, dict(d_model="512"), "model.d_model must be a whole number; got '512'."),
+    (ModelConfig, dict(dropout=1.0), "model.dropout must be less than 1; got 1.0."),
+    (ModelConfig, dict(d_model=10, num_heads=3),
+     "model.d_model must be a multiple of model.num_heads, so that the heads share it evenly; got "
+     "d_model=10, num_heads=3."),
+    (ModelConfig, dict(d_model=9, num_heads=3),
+     "model.d_model must be even, because sines and cosines come in pairs; got 9."),
+    (TrainingConfig, dict(warmup_steps=0), "training.warmup_steps must be at least 1; got 0."),
+    (TrainingConfig, dict(steps=1e9), "training.steps must be a whole number; got 1000000000.0."),
+    (TrainingConfig, dict(adam_b2=1.0), "training.adam_b2 must be less than 1; got 1.0."),
+    (TrainingConfig, dict(clip_norm=float("inf")), "training.clip_norm must be finite; got inf."),
+    (DataConfig, dict(source_row_length=7), "data.source_row_length must be at least 8; got 7."),
+    (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
+    (DecodingConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
+    (Config, dict(model=ModelConfig(vocab_size=4), decoding=DecodingConfig(beam_size=5)),
+     "decoding.beam_size must not exceed model.vocab_size, for there are no more continuations; "
+     "got 5 and 4."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("group, settings, error", SETTINGS, ids=[str(row[1]) for row in SETTINGS])
+def test_a_setting_that_cannot_be_is_refused(group, settings, error):
+    assert_refused(lambda: group(**settings), re.escape(error))

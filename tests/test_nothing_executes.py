@@ -1,0 +1,125 @@
+"""A run folder from anywhere can be opened: nothing in it is executed or unpickled."""
+
+import functools
+import os
+import pickle
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from make_golden_run import GOLDEN
+
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.training.metrics import MetricsLog
+from flaxformer_min.training.step import init_state
+
+pytestmark = [
+    pytest.mark.usefixtures("failed_reads"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+FILES = [str(path.relative_to(GOLDEN)) for path in sorted(GOLDEN.rglob("*")) if path.is_file()]
+FILES += ["lock", "tensorboard/events.out.tfevents.1.host", "__init__.py", "sitecustomize.py"]
+
+
+class Planted:
+    """Whoever unpickles this makes a folder."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory):
+    return tmp_path_factory.mktemp("marker") / "executed"
+
+
+@pytest.fixture(scope="module")
+def planted(marker, tmp_path_factory):
+    """Contents that make `marker` when they are unpickled, loaded by numpy, or run by Python."""
+    array = tmp_path_factory.mktemp("array") / "planted.npy"
+    np.save(array, np.array([Planted(marker)], object), allow_pickle=True)
+    contents = {
+        "pickle": pickle.dumps(Planted(marker)),
+        "old pickle": pickle.dumps(Planted(marker), protocol=0),
+        "numpy": array.read_bytes(),
+        "Python": f"import os\nos.mkdir({str(marker)!r})\n".encode(),
+    }
+    executors = [pickle.loads, pickle.loads, lambda _: np.load(array, allow_pickle=True), exec]
+    for content, execute in zip(contents.values(), executors, strict=True):
+        execute(content)
+        marker.rmdir()  # which was there
+    return contents
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What the untouched folder holds, and what training would restore it into."""
+    run = RunFolder(GOLDEN)
+    model = Transformer(run.model_config())
+    return run.params(None, pytest.fail)[1], init_state(model, run.config().training).to_dict()
+
+
+def open_to_translate(folder):
+    return Translator.load(folder, warn=lambda text: None).params[0]
+
+
+def open_to_train(folder, like):
+    """What train.py does with a folder before its first step."""
+    with RunFolder(folder).locked() as run:
+        run.begin(run.config(), lambda paths: pytest.fail("the run has its tokenizer"))
+        checkpoints = run.open_checkpoints(run.config())
+        try:
+            step, state, _ = checkpoints.restore(like, lambda text: None)
+        finally:
+            checkpoints.close()
+        MetricsLog(run.metrics, run.tensorboard, step).close()
+    return state["params"]
+
+
+def assert_unharmed(folder, params, marker, opened):
+    """It is an error of ours, or what the untouched folder holds."""
+    try:
+        found = opened()
+    except ValueError as error:
+        assert str(folder) in str(error)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert not marker.exists()
+
+
+def plant(content, names, folder):
+    shutil.copytree(GOLDEN, folder)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["pickle", "Python"])
+def test_nothing_planted_in_any_file_executes(tmp_path, planted, whole, marker, kind):
+    """In one file after the other."""
+    params, like = whole
+    for number, name in enumerate(FILES):
+        folder = plant(planted[kind], [name], tmp_path / str(number))
+        assert_unharmed(folder, params, marker, functools.partial(open_to_translate, folder))
+        if kind == "pickle":
+            training = functools.partial(open_to_train, folder, like)
+            assert_unharmed(folder, params, marker, training)
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json", "tokenizer.model")])
+def test_nothing_planted_in_all_files_executes(tmp_path, planted, whole, marker, kept):
+    """Also with settings and vocabulary as they were, so that the checkpoint is read at all."""
+    params, like = whole
+    for kind, content in planted.items():
+        folder = plant(content, set(FILES) - set(kept), tmp_path / kind)
+        for opened in (open_to_translate, functools.partial(open_to_train, like=like)):
+            assert_unharmed(folder, params, marker, functools.partial(opened, folder))

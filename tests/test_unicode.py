@@ -1,0 +1,106 @@
+"""Two thousand texts, drawn over all of Unicode, through everything that reads text."""
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_run import make_tiny_run
+
+from flaxformer_min import cli
+from flaxformer_min.config import DecodingConfig
+from flaxformer_min.data.corpus import is_empty
+from flaxformer_min.data.rows import encode_pairs, single_pass
+from flaxformer_min.decoding.translator import Translator
+
+COUNT, ROW = 2_000, 24
+
+
+def drawn_texts():
+    """The same texts each time. They are used in batches: one by one would take minutes."""
+    texts = []
+
+    @settings(max_examples=COUNT, database=None, derandomize=True, deadline=None)
+    @given(st.text(max_size=15))
+    def draw(text):
+        texts.append(text)
+
+    draw()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts():
+    texts = drawn_texts()
+    assert len(texts) >= COUNT
+    letters = set("".join(texts))
+    assert len(letters) > 1_000 and max(letters) > "\U000f0000" and {"\0", "\n"} < letters
+    return texts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    decoding = DecodingConfig(beam_size=1, max_extra_tokens=2, batch_size=64)
+    return make_tiny_run(tmp_path_factory.mktemp("runs") / "tiny", decoding=decoding)
+
+
+@pytest.fixture(scope="module")
+def translator(run):
+    return Translator.load(run, warn=pytest.fail)
+
+
+def test_every_text_comes_back_from_the_tokenizer(texts, translator):
+    tokenizer = translator.source_tokenizer
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+
+
+def test_every_usable_pair_stands_in_the_rows_once(texts, translator, tmp_path):
+    """A side that is empty or longer than a row is counted; nothing else is lost or changed."""
+    tokenizer = translator.source_tokenizer
+    pairs = list(zip(texts, reversed(texts), strict=True))
+    encoded = encode_pairs(pairs, (tokenizer, tokenizer), (ROW, ROW), tmp_path, "drawn texts")
+    usable = [pair for pair in pairs if not is_empty(pair)]
+    fitting = [pair for pair in usable if max(map(len, tokenizer.encode_batch(pair))) <= ROW]
+    assert encoded.counts.read == len(pairs)
+    assert encoded.counts.empty == len(pairs) - len(usable)
+    assert encoded.counts.too_long == len(usable) - len(fitting)
+    assert 0 < len(fitting) < len(usable) < len(pairs)
+    found = Counter()
+    batches = single_pass(encoded, (ROW, ROW), rows=64)
+    for batch in map(batches.__getitem__, range(len(batches))):
+        for row in range(64):
+            for segment in range(1, batch.source.segments[row].max() + 1):
+                sides = [side.ids[row][side.segments[row] == segment] for side in batch]
+                found[tuple(map(tokenizer.decode, sides))] += 1
+    assert found == Counter(fitting)
+
+
+def test_every_text_has_its_own_translation(texts, translator):
+    """As many as there are texts, and the same ones in the other order."""
+    found = translator.translate(texts)
+    assert len(found) == len(texts)
+    assert translator.translate(texts[::-1])[::-1] == found
+    assert {text for text, line in zip(found, texts, strict=True) if not line.strip()} == {""}
+    assert len(set(found)) > 20
+
+
+def test_every_pair_has_its_own_score(texts, translator):
+    pairs = list(zip(texts, reversed(texts), strict=True))
+    found = translator.score(pairs)
+    for (_, target), scored in zip(pairs, found, strict=True):
+        ids = translator.target_tokenizer.encode(target)
+        assert scored.tokens == translator.target_tokenizer.pieces(ids)
+        assert len(scored.log_probs) == len(ids)
+        assert math.isfinite(scored.log_prob) and max(scored.log_probs) < 0
+
+
+def test_every_line_of_a_file_has_its_line_in_the_output(texts, run, tmp_path, capsys):
+    """A line break cannot stand within a line; everything else can."""
+    lines = [text.replace("\n", "") for text in texts]
+    given = tmp_path / "given"
+    given.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
+    assert cli.main(["translate", str(run), "--input", str(given), "--output", f"{given}.out"]) == 0
+    assert given.with_suffix(".out").read_bytes().count(b"\n") == len(lines)
+    assert cli.main(["score", str(run), str(given), str(given)]) == 0
+    assert capsys.readouterr().out.count("\n") == len(lines)
