@@ -161,22 +161,24 @@ def work(run: RunFolder, config: Config) -> int:
     announce(run, config, model, state, encoded, rows.epoch(0))
     translator = Translator([model.config], [state.params], tokenizers, config.decoding)
     held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch, *share)
-    validate = make_validate(config, model, held_out, pairs["validation"], translator)
     with StopRequest("finishing this step, then saving; once more to end at once") as stop:
-        state = fit(run, config, model, state, rows, checkpoints, validate, stop)
-    watch.finish("training")
-    checkpoints.close()
-    rows.close()
-    if config.training.average_checkpoints > 1 and not stop:
-        try_average(run, config, validate, int(state.step))
-        watch.finish("average")
+        poll = shared_poll(lambda: bool(stop))
+        validate = make_validate(config, model, held_out, pairs["validation"], translator, poll)
+        state = fit(run, config, model, state, rows, checkpoints, validate, poll)
+        watch.finish("training")
+        checkpoints.close()
+        rows.close()
+        if not max(gather("trained", stop.status)):
+            if config.training.average_checkpoints > 1:
+                try_average(run, config, validate, int(state.step))
+                watch.finish("average")
+            with first_ahead("test score"):
+                if is_first():
+                    score_test_set(run, config, stop=lambda: bool(stop))
+            watch.finish("test")
     if status := max(gather("status", stop.status)):
         say(f"Stopped at step {int(state.step):,} and saved. To go on: {command()}")
         return status
-    with first_ahead("test score"):
-        if is_first():
-            score_test_set(run, config)
-    watch.finish("test")
     stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in watch.seconds.items())
     say(f"Time: {stages}; of these {compiled}.")
     say(
@@ -259,19 +261,29 @@ def announce(
 
 
 def make_validate(
-    config: Config, model: Transformer, batches: EpochBatches, pairs: Any, translator: Translator
-) -> Callable[[Any, int], dict[str, float]]:
-    """The function that measures loss on all, and BLEU on some, of the validation pairs."""
+    config: Config,
+    model: Transformer,
+    batches: EpochBatches,
+    pairs: Any,
+    translator: Translator,
+    stop: Callable[[], bool],
+) -> Callable[[Any, int], dict[str, float] | None]:
+    """The function that measures loss on all, and BLEU on some, of the validation pairs.
+
+    Once `stop()` it gives up, between two batches, and gives None.
+    """
     number = itertools.count()
     eval_step, devices = make_eval_step(model), jax.local_device_count()
     usable = [pair for pair in pairs if not is_empty(pair)]
     stride = max(len(usable) // max(config.training.validation_sentences, 1), 1)
     some = usable[::stride][: config.training.validation_sentences]
 
-    def validate(params: Any, step: int) -> dict[str, float]:
-        sums = [
-            eval_step(params, split_over_devices(batches[i], devices)) for i in range(len(batches))
-        ]
+    def validate(params: Any, step: int) -> dict[str, float] | None:
+        sums = []
+        for i in range(len(batches)):
+            if stop():
+                return None
+            sums.append(eval_step(params, split_over_devices(batches[i], devices)))
         total = np.sum(jax.device_get(sums), axis=0)
         loss = float(total[1] / total[3])
         scores = {
@@ -282,8 +294,12 @@ def make_validate(
         text = f"validation: loss {loss:.3f} nats, perplexity {np.exp(loss):.2f}"
         if some:
             translator.use_params([params])
-            found = translator.translate([source for source, _ in some])
-            references = [target for _, target in some]
+            sources, references = zip(*some, strict=True)
+            try:
+                hypotheses = translator.hypotheses(sources, translator.options(), stop=stop)
+            except KeyboardInterrupt:
+                return None
+            found = [best[0].text for best in hypotheses]
             language = config.data.languages.split("-")[-1]
             score = bleu(found, references, target_language=language)
             scores["validation_bleu"] = score.value
@@ -303,16 +319,16 @@ def fit(
     state: TrainState,
     rows: TrainingRows,
     checkpoints: Checkpoints,
-    validate: Callable[[Any, int], dict[str, float]],
-    stop: StopRequest,
+    validate: Callable[[Any, int], dict[str, float] | None],
+    stop: Callable[[], bool],
 ) -> TrainState:
     """Train from the newest checkpoint, or from nothing."""
-    window, ranks = None, ()
+    before = None
     found = checkpoints.restore(state.to_dict(), lambda text: say(f"warning: {text}"))
     if found is not None:
-        step, restored, meta = found
-        state, window, ranks = TrainState(**restored), meta["window"], meta.get("ranks", ())
-        rows.set_state(meta["rows"])
+        step, restored, before = found
+        state = TrainState(**restored)
+        rows.set_state(before["rows"])
         say(f"Going on from step {step:,}.")
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
     devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
@@ -329,9 +345,8 @@ def fit(
             checkpoints,
             log,
             validate,
-            stop=shared_poll(lambda: bool(stop)),
-            window=window,
-            ranks=ranks,
+            stop=stop,
+            before=before,
             say=say,
         )
     finally:
@@ -341,13 +356,16 @@ def fit(
 def try_average(
     run: RunFolder,
     config: Config,
-    validate: Callable[[Any, int], dict[str, float]],
+    validate: Callable[[Any, int], dict[str, float] | None],
     step: int,
 ) -> None:
     """Hold the mean of the newest checkpoints against the best one; keep it where it is better."""
     steps, mean = mean_of_newest(run.checkpoints, config.training.average_checkpoints, say)
     say(f"The mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}:")
-    rank = rank_of(validate(mean, step), config.training.best_by)
+    scores = validate(mean, step)
+    if scores is None:
+        return
+    rank = rank_of(scores, config.training.best_by)
     best = rank_of_best(run.checkpoints)
     with first_ahead("average"):
         run.drop_average()
@@ -374,7 +392,7 @@ def timing_the_first(train_step: Callable) -> Callable:
     return step
 
 
-def score_test_set(run: RunFolder, config: Config) -> None:
+def score_test_set(run: RunFolder, config: Config, stop: Callable[[], bool] = bool) -> None:
     """Translate the test split with what a user would restore, and print the scores."""
     try:
         pairs = [pair for pair in open_split(config, "test") if not is_empty(pair)]
@@ -385,8 +403,12 @@ def score_test_set(run: RunFolder, config: Config) -> None:
         say("No test score: no pair of the test split has text on both sides.")
         return
     translator = Translator.load(run.path, warn=say)
-    found = translator.translate([source for source, _ in pairs])
-    references = [target for _, target in pairs]
+    sources, references = zip(*pairs, strict=True)
+    try:
+        found = translator.hypotheses(sources, translator.options(), stop=stop)
+    except KeyboardInterrupt:
+        return
+    found = [best[0].text for best in found]
     language = config.data.languages.split("-")[-1]
     say("Test set:")
     for line in evaluate(found, references, target_language=language).lines():

@@ -386,7 +386,8 @@ def test_prefixes_of_another_number_leave_no_file(call, mirror, tmp_path, prefix
 def test_verbose_tells_speed_compilations_and_sizes(call, mirror):
     _, _, err = call("translate {run} --verbose", b"ab\n\n")
     assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
-    assert "padded to 16, 32, 64, 128, 256, 512, 1024 tokens and batches to 1, 8 sentences" in err
+    assert "padded to 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024 tokens" in err
+    assert "tokens and batches to 1, 8 sentences" in err
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -258,7 +258,7 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
         checkpoints,
         Log(),
         lambda params, step: {"validation_loss": next(losses)},
-        ranks=ranks,
+        before={"ranks": ranks},
         say=said.append,
     )
     step, _, meta = checkpoints.restore(state.to_dict(), pytest.fail)
@@ -266,6 +266,52 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
     assert step == before
     assert "2 validations in a row" in said[-1]
     assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
+
+
+def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp_path):
+    """What is logged is then what an uncut run logs."""
+    metrics = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
+    metrics |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
+    config = TrainingConfig(steps=4, validate_every=2, log_every=50, save_every=50)
+
+    def go_on(folder, give_up_at=None):
+        state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+        checkpoints, before, written = Checkpoints(folder, 3), None, []
+        if found := checkpoints.restore(state.to_dict(), pytest.fail):
+            state, before = TrainState(**found[1]), found[2]
+        asked = []
+
+        def validate(params, step):
+            asked.append(step)
+            return None if step == give_up_at else {"validation_loss": 10.0 - step}
+
+        class Written:
+            def write(self, step, line):
+                written.append((step, line["validation_loss"]))
+
+        run_loop(
+            state,
+            lambda state, batch: (state._replace(step=state.step + 1), metrics),
+            Endless(),
+            lambda batch: batch,
+            config,
+            checkpoints,
+            Written(),
+            validate,
+            stop=lambda: give_up_at in asked,
+            before=before,
+            say=lambda text: None,
+        )
+        found = checkpoints.restore(state.to_dict(), pytest.fail)
+        checkpoints.close()
+        return written, found
+
+    uncut, end = go_on(tmp_path / "uncut")
+    first, cut = go_on(tmp_path / "cut", give_up_at=2)
+    assert (first, cut[0], cut[2]["owed"]) == ([], 2, True)
+    second, resumed = go_on(tmp_path / "cut")
+    assert second == uncut == [(2, 8.0), (4, 6.0)]
+    assert resumed[2] == end[2] and not end[2]["owed"]
 
 
 # ---- subword sampling -------------------------------------------------------------------------

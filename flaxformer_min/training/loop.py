@@ -83,27 +83,27 @@ def train(
     config: TrainingConfig,
     checkpoints: Checkpoints,
     log: MetricsLog,
-    validate: Callable[[Any, int], dict[str, float]],
+    validate: Callable[[Any, int], dict[str, float] | None],
     *,
     stop: Callable[[], bool] = bool,
-    window: Mapping[str, float] | None = None,
-    ranks: Sequence[float] = (),
+    before: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainState:
     """Train until `config.steps`, or until `stop()`; then save and return the state.
 
-    `window` and `ranks` are what the checkpoint that training goes on from says of them.
-
     `rows` give the host's batches and `split` lays them out for the devices. `validate(params,
     step)` returns metrics, "validation_loss" and "validation_bleu" among them if the best
-    checkpoint is to be known. A step's metrics are read while the next one runs.
+    checkpoint is to be known; or None where it was told to stop, and it is then called again when
+    training goes on. `before` is the description of the checkpoint that training goes on from. A
+    step's metrics are read while the next one runs.
 
     Raises RuntimeError after `config.max_skipped` steps in a row that were not finite.
     """
-    step, summary = int(state.step), Window(window)
+    before = before or {}
+    step, summary = int(state.step), Window(before.get("window"))
     saved = step
     pending: Metrics | None = None
-    in_a_row, ranks = 0, list(ranks)
+    in_a_row, ranks, owed = 0, list(before.get("ranks", ())), before.get("owed", False)
 
     def take_in(waiting: Metrics | None, step: int) -> None:
         nonlocal in_a_row
@@ -117,10 +117,24 @@ def train(
 
     def save(rank: float | None = None) -> None:
         nonlocal saved
-        meta = {"rows": rows.get_state(), "window": summary.sums, "ranks": ranks}
+        meta = {"rows": rows.get_state(), "window": summary.sums, "ranks": ranks, "owed": owed}
         checkpoints.save(step, state.to_dict(), meta, rank)
         saved = step
 
+    def check() -> float | None:
+        nonlocal owed
+        scores = validate(state.best_params, step)
+        summary.restart_clock()
+        owed = scores is None
+        if owed:
+            return None
+        log.write(step, scores)
+        rank = rank_of(scores, config.best_by)
+        ranks.append(math.inf if rank is None else rank)
+        return rank
+
+    if owed:
+        check()
     with _progress(step, config.steps) as bar:
         while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
             state, metrics = train_step(state, split(next(rows)))
@@ -138,11 +152,7 @@ def train(
                 say(_readable(step, config.steps, line))
             rank = None
             if due[1] or step == config.steps:
-                scores = validate(state.best_params, step)
-                log.write(step, scores)
-                rank = rank_of(scores, config.best_by)
-                ranks.append(math.inf if rank is None else rank)
-                summary.restart_clock()
+                rank = check()
             impatient = out_of_patience(ranks, config.patience)
             if impatient:
                 say(f"Stopping: {config.patience} validations in a row found nothing better.")
