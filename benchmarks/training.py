@@ -149,11 +149,14 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
 
+    from flaxformer_min.devices import use_cores
+
     sizes, row = SIZES[settings["size"]], (64, 68)
+    rows_per_batch = -(-settings["tokens"] // 64)
+    use_cores(rows_per_batch)  # as train.py does
     with tempfile.TemporaryDirectory() as scratch:
         texts = [tuple(" ".join(map(str, ids)) for ids in pair) for pair in pairs]
         encoded = encode_pairs(texts, (Ids(), Ids()), row, Path(scratch), "benchmark")
-        rows_per_batch = -(-settings["tokens"] // 64)
         rows = TrainingRows(encoded, row, rows_per_batch, seed=0)
         batches = list(itertools.islice(rows, settings["steps"]))
         rows.close()

@@ -1,5 +1,6 @@
 """The machine: its devices, and where compiled programs are kept."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,26 @@ from typing import Any
 
 import jax
 import numpy as np
+
+MOST_CPU_DEVICES = 8
+"""Each holds parameters of its own, and a batch of its own in decoding."""
+
+
+def use_cores(rows: int) -> None:
+    """Make every core of a CPU a device of its own, or fewer that divide `rows` evenly.
+
+    XLA leaves cores idle within small programs: on two cores, two devices decode 1.6 times and
+    train 1.3 times as fast as one. To be called before jax computes anything; then, or where the
+    user chose a number of devices, it does nothing. Accelerators are not affected.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
+    with contextlib.suppress(RuntimeError):  # jax has begun already
+        jax.config.update("jax_num_cpu_devices", devices)
 
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:

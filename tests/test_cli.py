@@ -22,6 +22,7 @@ from flaxformer_min import cli, plots
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding.search import Sampling
+from flaxformer_min.decoding.translator import LENGTHS
 from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
@@ -386,7 +387,7 @@ def test_prefixes_of_another_number_leave_no_file(call, mirror, tmp_path, prefix
 def test_verbose_tells_speed_compilations_and_sizes(call, mirror):
     _, _, err = call("translate {run} --verbose", b"ab\n\n")
     assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
-    assert "padded to 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024 tokens" in err
+    assert f"padded to {', '.join(map(str, LENGTHS))} tokens" in err
     assert "tokens and batches to 1, 8 sentences" in err
 
 

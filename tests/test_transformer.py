@@ -234,7 +234,7 @@ def decode_at_random(model, beam, prefix, steps, seed=0):
     met = []
     for number in range(steps):
         if number == 2:
-            state = state.grow(steps - 2)
+            state = state.grow(prefix.shape[1] + steps)
         scores, state = model.step(tokens, memory, state)
         for row in (0, 1):
             met += zip([row] * beam, histories[row], np.asarray(scores[row]), strict=True)

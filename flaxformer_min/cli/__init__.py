@@ -5,6 +5,7 @@ A user's mistake is one sentence on stderr and status 2. Heavy imports wait unti
 so that `--help` is there at once.
 """
 
+import math
 import os
 import sys
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 args = make_parser().parse_args(argv)
                 if argv is None:
-                    _keep_compiled_programs()
+                    _prepare_jax()
                 return args.command(args, stop)
             except KeyboardInterrupt:
                 return stop.status or 130
@@ -62,8 +63,9 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
-def _keep_compiled_programs() -> None:
+def _prepare_jax() -> None:
     from flaxformer_min.data.corpus import cache_folder
-    from flaxformer_min.devices import keep_compiled_programs
+    from flaxformer_min.devices import MOST_CPU_DEVICES, keep_compiled_programs, use_cores
 
+    use_cores(math.lcm(*range(1, MOST_CPU_DEVICES + 1)))
     keep_compiled_programs(cache_folder())

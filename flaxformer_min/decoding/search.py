@@ -8,7 +8,7 @@ Finished hypotheses stand apart from live ones, so they never take a place in th
 not there (all but one at the start; a sample that has ended) has log-probability -inf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ Step = Callable[[Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch bea
 """Reads one token of each hypothesis; gives the logits (float32) of the next one, and the cache
 with the token in it. Log-probabilities are logits too."""
 
-Grow = Callable[[Cache], Cache]
-"""Gives the cache of a search room for as many tokens as any sentence may have."""
+Grow = Callable[[Cache, int], Cache]
+"""Gives the cache of a search room for so many new tokens in all."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Makes hypothesis i of each sentence continue what hypothesis `parents[i]` had written."""
@@ -140,6 +140,33 @@ def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, 
     return jnp.where(total > -jnp.inf, total, -jnp.inf)
 
 
+def log_total(logits: Float[Array, "beam vocab"]) -> Float[Array, " beam"]:
+    """The logsumexp of the logits of each hypothesis.
+
+    >>> f"{log_total(jnp.log(jnp.array([[0.5, 0.25, 1.25]])))[0]:.4f}"  # ln 2
+    '0.6931'
+    """
+    # By way of the maxima that `best_words` takes too, which are then taken once.
+    size, whole = blocks_of(logits.shape[1])
+    top = block_maxima(logits).max(-1)
+    if whole * size < logits.shape[1]:
+        top = jnp.maximum(top, logits[:, whole * size :].max(-1))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    return jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) + top
+
+
+def blocks_of(vocab: int) -> tuple[int, int]:
+    """Words in a block, and how many whole blocks there are: at least one, maybe of fewer words."""
+    size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
+    return (size, vocab // size) if vocab >= size else (vocab, 1)
+
+
+def block_maxima(logits: Float[Array, "beam vocab"]) -> Float[Array, "beam blocks"]:
+    """The largest logit of each whole block."""
+    beam, (size, whole) = logits.shape[0], blocks_of(logits.shape[1])
+    return logits[:, : whole * size].reshape(beam, whole, size).max(-1)
+
+
 def best_words(
     base: Float[Array, " beam"], logits: Float[Array, "beam vocab"]
 ) -> tuple[Float[Array, " beam"], Int[Array, " beam"], Int[Array, " beam"]]:
@@ -155,13 +182,12 @@ def best_words(
     (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
     """
     beam, vocab = logits.shape
-    size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
-    whole = max(vocab // size, 1)
+    size, whole = blocks_of(vocab)
     # The special tokens stay in the table and only the first block is cut, as is a ragged last one:
     # to slice or to pad the whole table would copy it.
     maxima = [logits[:, FIRST_WORD:size].max(-1, keepdims=True)]
     if whole > 1:
-        maxima.append(logits[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
+        maxima.append(block_maxima(logits)[:, 1:])
     if vocab > whole * size:
         maxima.append(logits[:, whole * size :].max(-1, keepdims=True))
     maxima = jnp.concatenate(maxima, axis=-1)
@@ -311,7 +337,7 @@ def extend(
     may_end = must_end | (length > min_length)
     key = None if row.key is None else jax.random.fold_in(row.key, index)
     # Log-probabilities of the whole vocabulary would be written, only to be read once.
-    base = live.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    base = live.log_prob - log_total(logits)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
     kept = keep(kept, Hypotheses(live.ids.at[:, index].set(EOS), choice.ended, score))
@@ -329,7 +355,7 @@ def search(
     max_length: Int[Array, " batch"],
     *,
     steps: int,
-    room: int | None = None,
+    rooms: Sequence[int] = (),
     grow: Grow | None = None,
     beam_size: int,
     n_best: int = 1,
@@ -348,8 +374,9 @@ def search(
     max_length:     tokens of prefix, translation and EOS. Where only one more fits, it is EOS, at
                     its own log-probability; so it is if the prefix leaves no place at all.
     steps:          new tokens at most in any sentence, EOS included: the size of the result.
-    room:           new tokens that `cache` has places for, where that is less than `steps`; `grow`
-                    is called when they are full and a hypothesis is still live.
+    rooms:          new tokens that `cache` has places for, where that is less than `steps`, and
+                    will have each time that they are full, a hypothesis is still live and it is
+                    given to `grow`; at last for `steps`. None: for `steps` from the start.
     length_penalty: alpha of `length_penalty`.
     min_length:     tokens of prefix and translation before EOS may come; max_length wins over it.
 
@@ -397,16 +424,23 @@ def search(
         # No bound is needed: nothing is live after its limit, which is at most `steps`.
         return jax.lax.while_loop(any_live, advance, state)[2]
 
+    def go_on(rooms, state):
+        if not rooms:
+            return finish(state)
+        room, *larger = rooms
+        state = jax.lax.while_loop(
+            lambda state: any_live(state) & (state[0] < room), advance, state
+        )
+        next_room = larger[0] if larger else steps
+        return jax.lax.cond(
+            any_live(state),
+            lambda state: go_on(larger, (*state[:3], grow(state[3], next_room))),
+            lambda state: state[2],
+            state,
+        )
+
     state = jnp.int32(0), *_begin(prefix, steps, beam_size, n_best, crossing), cache
-    if room is None or room >= steps:
-        return finish(state)
-    state = jax.lax.while_loop(lambda state: any_live(state) & (state[0] < room), advance, state)
-    return jax.lax.cond(
-        any_live(state),
-        lambda state: finish((*state[:3], grow(state[3]))),
-        lambda state: state[2],
-        state,
-    )
+    return go_on([room for room in rooms if room < steps], state)
 
 
 def _begin(

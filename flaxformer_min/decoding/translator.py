@@ -18,7 +18,7 @@ from flaxformer_min.devices import replicate
 from flaxformer_min.model.transformer import Transformer, first_tokens
 from flaxformer_min.tokens import EOS, PAD, Batch, one_sentence_per_row
 
-LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LENGTHS = (12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens a sentence is padded to. A longer source is cut to the last of them, with a warning."""
 
 BATCHES = (1, 8, 64)
@@ -206,13 +206,24 @@ class Translator:
         forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         wanted = [number for number, line in enumerate(lines) if line.strip()]
+        waiting: list[tuple[list[int], Hypotheses]] = []
+
+        def read(batch: list[int], found: Hypotheses) -> None:
+            found = _gathered(found)
+            for row, number in enumerate(batch):
+                results[number] = self._readable(found, row, forced[number])
+
         for batch in self._batches(wanted, [len(ids) for ids in sources]):
             if stop():
                 raise KeyboardInterrupt
             found = self._search([sources[i] for i in batch], [forced[i] for i in batch],
                                  [first_line + i for i in batch], options)  # fmt: skip
-            for row, number in enumerate(batch):
-                results[number] = self._readable(found, row, forced[number])
+            # A batch is read while the devices search the next one.
+            waiting.append((batch, found))
+            if len(waiting) > 1:
+                read(*waiting.pop(0))
+        for each in waiting:
+            read(*each)
         return results
 
     def score(
@@ -242,7 +253,7 @@ class Translator:
             rows = self._rows(len(batch))
             source = _padded([sources[i] for i in batch], rows, LENGTHS)
             target = _padded([targets[i] for i in batch], rows, LENGTHS)
-            log_probs = self._run("score", _score, source, target)
+            log_probs = _gathered(self._run("score", _score, source, target))
             for row, number in enumerate(batch):
                 ids = targets[number]
                 of_row = log_probs[row, : len(ids)].astype(float).tolist()
@@ -342,7 +353,7 @@ class Translator:
         return self._run(options, program, source, np.array(limit, np.int32), numbers, *prefix)
 
     def _run(self, name: Any, program: Callable, *arrays: np.ndarray) -> Any:
-        """Run a program on all devices; rows are split between them."""
+        """Start a program on all devices, rows split between them; see `_gathered`."""
         devices = len(self.devices)
         shape = (name, *(array.shape for array in arrays))
         if shape not in self._shapes:
@@ -358,13 +369,12 @@ class Translator:
             array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
         ]
         try:
-            result = jax.device_get(self._programs[key](self.params, *split))
+            return self._programs[key](self.params, *split)
         except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
             raise ValueError(
                 "settings, tokenizers and checkpoint must be those of one run; "
                 f"{str(error).partition(' (http')[0]} Copy back the files that were made together."
             ) from error
-        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
 
     def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
         return [
@@ -378,6 +388,12 @@ class Translator:
         ] or [Translation("", float("-inf"), float("-inf"))]
 
 
+def _gathered(result: Any) -> Any:
+    """What a program gave, when it is done: the rows of all devices one after another."""
+    result = jax.device_get(result)
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
+
+
 def _search(
     models, params, source, max_length, lines, prefix=None, *, options: Options
 ) -> Hypotheses:
@@ -386,15 +402,15 @@ def _search(
         prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
     width = source.shape[1]
     steps = width + options.max_extra_tokens
-    # Attention looks at all the room there is, and few translations need more than this.
-    room = min(width + width // 4 + 4, steps)
+    # Attention looks at all the room there is; few translations need more than the second.
+    rooms = [room for room in (width // 2, width + width // 8 + 4) if room < steps]
     tokens = one_sentence_per_row(source)
     memories, caches, forced = [], [], []
     for model, weights in zip(models, params, strict=True):
         memory = model.apply({"params": weights}, tokens, method="remember")
         # Without the barrier XLA moves a transposition of these keys into every step.
         memory = jax.lax.optimization_barrier(memory)
-        start = (memory, options.beam_size, room, prefix)
+        start = (memory, options.beam_size, [*rooms, steps][0], prefix)
         cache, log_probs = model.apply({"params": weights}, *start, method="start")
         memories.append(memory)
         caches.append(cache)
@@ -411,8 +427,8 @@ def _search(
     def reorder(caches, parents):
         return [cache.reorder(parents) for cache in caches]
 
-    def grow(caches):
-        return [cache.grow(steps - room) for cache in caches]
+    def grow(caches, room):
+        return [cache.grow(prefix.shape[1] + room) for cache in caches]
 
     begin = Prefix(first_tokens(prefix), (prefix != PAD).sum(1), _mean_probability(forced).sum(1))
     keys = None
@@ -425,7 +441,7 @@ def _search(
         begin,
         max_length,
         steps=steps,
-        room=room,
+        rooms=rooms,
         grow=grow,
         beam_size=options.beam_size,
         n_best=options.n_best,

@@ -44,9 +44,11 @@ class Cache(NamedTuple):
         return self._replace(ancestors=ancestors)
 
     def grow(self, columns: int) -> "Cache":
-        """The same, with room for so many more columns."""
-        written = tuple(layer.grow(columns * self.ancestors.shape[1]) for layer in self.written)
+        """The same, with room for so many columns."""
+        _, beam, before = self.ancestors.shape
+        more = columns - before
+        written = tuple(layer.grow(more * beam) for layer in self.written)
         ancestors = jnp.pad(
-            self.ancestors, ((0, 0), (0, 0), (0, columns)), constant_values=NOT_WRITTEN
+            self.ancestors, ((0, 0), (0, 0), (0, more)), constant_values=NOT_WRITTEN
         )
         return self._replace(written=written, ancestors=ancestors)
