@@ -22,8 +22,13 @@ from flaxformer_min import cli, plots
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding.search import Sampling
-from flaxformer_min.decoding.translator import LENGTHS
-from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
+from flaxformer_min.decoding.translator import (
+    LENGTHS,
+    Attention,
+    PairScore,
+    Translation,
+    Translator,
+)
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
 LOADED = {}
