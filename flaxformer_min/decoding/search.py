@@ -140,33 +140,6 @@ def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, 
     return jnp.where(total > -jnp.inf, total, -jnp.inf)
 
 
-def log_total(logits: Float[Array, "beam vocab"]) -> Float[Array, " beam"]:
-    """The logsumexp of the logits of each hypothesis.
-
-    >>> f"{log_total(jnp.log(jnp.array([[0.5, 0.25, 1.25]])))[0]:.4f}"  # ln 2
-    '0.6931'
-    """
-    # By way of the maxima that `best_words` takes too, which are then taken once.
-    size, whole = blocks_of(logits.shape[1])
-    top = block_maxima(logits).max(-1)
-    if whole * size < logits.shape[1]:
-        top = jnp.maximum(top, logits[:, whole * size :].max(-1))
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    return jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) + top
-
-
-def blocks_of(vocab: int) -> tuple[int, int]:
-    """Words in a block, and how many whole blocks there are: at least one, maybe of fewer words."""
-    size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
-    return (size, vocab // size) if vocab >= size else (vocab, 1)
-
-
-def block_maxima(logits: Float[Array, "beam vocab"]) -> Float[Array, "beam blocks"]:
-    """The largest logit of each whole block."""
-    beam, (size, whole) = logits.shape[0], blocks_of(logits.shape[1])
-    return logits[:, : whole * size].reshape(beam, whole, size).max(-1)
-
-
 def best_words(
     base: Float[Array, " beam"], logits: Float[Array, "beam vocab"]
 ) -> tuple[Float[Array, " beam"], Int[Array, " beam"], Int[Array, " beam"]]:
@@ -182,12 +155,13 @@ def best_words(
     (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
     """
     beam, vocab = logits.shape
-    size, whole = blocks_of(vocab)
+    size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
+    whole = max(vocab // size, 1)
     # The special tokens stay in the table and only the first block is cut, as is a ragged last one:
     # to slice or to pad the whole table would copy it.
     maxima = [logits[:, FIRST_WORD:size].max(-1, keepdims=True)]
     if whole > 1:
-        maxima.append(block_maxima(logits)[:, 1:])
+        maxima.append(logits[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
     if vocab > whole * size:
         maxima.append(logits[:, whole * size :].max(-1, keepdims=True))
     maxima = jnp.concatenate(maxima, axis=-1)
@@ -337,7 +311,7 @@ def extend(
     may_end = must_end | (length > min_length)
     key = None if row.key is None else jax.random.fold_in(row.key, index)
     # Log-probabilities of the whole vocabulary would be written, only to be read once.
-    base = live.log_prob - log_total(logits)
+    base = live.log_prob - jax.nn.logsumexp(logits, axis=-1)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
     kept = keep(kept, Hypotheses(live.ids.at[:, index].set(EOS), choice.ended, score))
