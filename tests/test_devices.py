@@ -1,8 +1,12 @@
 """The machine: what it is said to be, and where compiled programs go."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 from flaxformer_min import devices
 
@@ -50,3 +54,30 @@ def test_a_compile_clock_counts_programs():
     jax.jit(lambda x: x * 3 + 1)(2.0)
     assert clock.programs >= 1
     assert "compiling" in str(clock)
+
+
+@pytest.mark.parametrize("chosen, cores, devices", [({}, 4, 3), ({}, 9, 6), ({}, 1, 1)])
+def test_the_cores_of_a_cpu_become_devices_that_share_rows_evenly(chosen, cores, devices):
+    """Six rows; at most 8 devices."""
+    assert devices_of(chosen, cores) == devices
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"JAX_NUM_CPU_DEVICES": "5"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=5"}],
+)
+def test_devices_that_the_user_chose_stay(chosen):
+    assert devices_of(chosen, cores=4) == 5
+
+
+def devices_of(chosen, cores):
+    script = (
+        "import os, jax; from flaxformer_min.devices import use_cores;"
+        f"os.sched_getaffinity = lambda process: range({cores});"
+        "use_cores(6); print(jax.device_count())"
+    )
+    environment = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | chosen, capture_output=True, text=True
+    )
+    return int(done.stdout)

@@ -146,7 +146,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", on_one_device],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"},
         capture_output=True,
         text=True,
     )
