@@ -297,16 +297,14 @@ def make_validate(
             translator.use_params([params])
             sources, references = zip(*some, strict=True)
             try:
-                hypotheses = translator.hypotheses(sources, translator.options(), stop=stop)
+                found = translator.translate(sources, stop=stop)
             except KeyboardInterrupt:
                 return None
-            found = [best[0].text for best in hypotheses]
-            language = config.data.languages.split("-")[-1]
-            score = bleu(found, references, target_language=language)
+            score = bleu(found, references, target_language=target_language(config))
             scores["validation_bleu"] = score.value
             text += f", BLEU {score.value:.2f} on {len(some)} sentences"
             for i in np.random.default_rng(step).choice(len(some), min(3, len(some)), False):
-                text += f"\n    {some[i][0]}\n      -> {found[i]}\n       ({references[i]})"
+                text += "\n" + compared(some[i], found[i])
         say(text)
         return gather(f"scores {next(number)}", scores)[0]
 
@@ -406,16 +404,25 @@ def score_test_set(run: RunFolder, config: Config, stop: Callable[[], bool] = bo
     translator = Translator.load(run.path, warn=say)
     sources, references = zip(*pairs, strict=True)
     try:
-        found = translator.hypotheses(sources, translator.options(), stop=stop)
+        found = translator.translate(sources, stop=stop)
     except KeyboardInterrupt:
         return
-    found = [best[0].text for best in found]
-    language = config.data.languages.split("-")[-1]
     say("Test set:")
-    for line in evaluate(found, references, target_language=language).lines():
+    for line in evaluate(found, references, target_language=target_language(config)).lines():
         say(f"  {line}")
     for i in range(0, len(pairs), max(len(pairs) // 5, 1)):
-        say(f"    {pairs[i][0]}\n      -> {found[i]}\n       ({references[i]})")
+        say(compared(pairs[i], found[i]))
+
+
+def target_language(config: Config) -> str:
+    """Of the run: `ko` of `en-ko`."""
+    return config.data.languages.split("-")[-1]
+
+
+def compared(pair: tuple[str, str], found: str) -> str:
+    """A source, what was made of it, and what the corpus says."""
+    source, reference = pair
+    return f"    {source}\n      -> {found}\n       ({reference})"
 
 
 def example(pairs: dict[str, Any]) -> str:

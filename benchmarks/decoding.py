@@ -125,7 +125,7 @@ def ours(
 
     from flaxformer_min.devices import use_cores
 
-    use_cores(840)  # as the command line does
+    use_cores()  # as the command line does
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.translator import Translator

@@ -234,8 +234,32 @@ class Endless:
 
 
 class Log:
+    def __init__(self):
+        self.written = []
+
     def write(self, step, line):
-        pass
+        self.written.append((step, line))
+
+
+METRICS = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
+METRICS |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
+
+
+def run_empty_steps(state, config, checkpoints, validate, **options):
+    """The loop with steps that do nothing; gives what was logged."""
+    log = Log()
+    run_loop(
+        state,
+        lambda state, batch: (state._replace(step=state.step + 1), METRICS),
+        Endless(),
+        lambda batch: batch,
+        config,
+        checkpoints,
+        log,
+        validate,
+        **options,
+    )
+    return log.written
 
 
 @pytest.mark.parametrize("ranks, before", [([], 8), ([0.5, 0.6], 2)])
@@ -243,20 +267,14 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
     """Losses 3, 1, 2, 2, ...: the third and the fourth are no better than the second. What was
     measured before a cut counts: then 0.6 and 3 are no better than 0.5."""
     losses = iter([3.0, 1.0, 2.0, 2.0, 0.1, 0.1])
-    metrics = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
-    metrics |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
     state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
     said = []
     config = TrainingConfig(steps=100, validate_every=2, log_every=50, save_every=50, patience=2)
     checkpoints = Checkpoints(tmp_path, 3)
-    run_loop(
+    run_empty_steps(
         state,
-        lambda state, batch: (state._replace(step=state.step + 1), metrics),
-        Endless(),
-        lambda batch: batch,
         config,
         checkpoints,
-        Log(),
         lambda params, step: {"validation_loss": next(losses)},
         before={"ranks": ranks},
         say=said.append,
@@ -270,13 +288,11 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
 
 def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp_path):
     """What is logged is then what an uncut run logs."""
-    metrics = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
-    metrics |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
     config = TrainingConfig(steps=4, validate_every=2, log_every=50, save_every=50)
 
     def go_on(folder, give_up_at=None):
         state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
-        checkpoints, before, written = Checkpoints(folder, 3), None, []
+        checkpoints, before = Checkpoints(folder, 3), None
         if found := checkpoints.restore(state.to_dict(), pytest.fail):
             state, before = TrainState(**found[1]), found[2]
         asked = []
@@ -285,18 +301,10 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
             asked.append(step)
             return None if step == give_up_at else {"validation_loss": 10.0 - step}
 
-        class Written:
-            def write(self, step, line):
-                written.append((step, line["validation_loss"]))
-
-        run_loop(
+        logged = run_empty_steps(
             state,
-            lambda state, batch: (state._replace(step=state.step + 1), metrics),
-            Endless(),
-            lambda batch: batch,
             config,
             checkpoints,
-            Written(),
             validate,
             stop=lambda: give_up_at in asked,
             before=before,
@@ -304,7 +312,7 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
         )
         found = checkpoints.restore(state.to_dict(), pytest.fail)
         checkpoints.close()
-        return written, found
+        return [(step, line["validation_loss"]) for step, line in logged], found
 
     uncut, end = go_on(tmp_path / "uncut")
     first, cut = go_on(tmp_path / "cut", give_up_at=2)

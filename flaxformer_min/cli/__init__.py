@@ -5,7 +5,6 @@ A user's mistake is one sentence on stderr and status 2. Heavy imports wait unti
 so that `--help` is there at once.
 """
 
-import math
 import os
 import sys
 
@@ -65,7 +64,7 @@ def _sentence(error: Exception) -> str:
 
 def _prepare_jax() -> None:
     from flaxformer_min.data.corpus import cache_folder
-    from flaxformer_min.devices import MOST_CPU_DEVICES, keep_compiled_programs, use_cores
+    from flaxformer_min.devices import keep_compiled_programs, use_cores
 
-    use_cores(math.lcm(*range(1, MOST_CPU_DEVICES + 1)))
+    use_cores()
     keep_compiled_programs(cache_folder())

@@ -350,7 +350,7 @@ def search(
     steps:          new tokens at most in any sentence, EOS included: the size of the result.
     rooms:          new tokens that `cache` has places for, where that is less than `steps`, and
                     will have each time that they are full, a hypothesis is still live and it is
-                    given to `grow`; at last for `steps`. None: for `steps` from the start.
+                    given to `grow`; at last for `steps`. Empty: for `steps` from the start.
     length_penalty: alpha of `length_penalty`.
     min_length:     tokens of prefix and translation before EOS may come; max_length wins over it.
 

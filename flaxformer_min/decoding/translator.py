@@ -174,12 +174,15 @@ class Translator:
         }
         return Options(**{**settings, **changes})
 
-    def translate(self, lines: Sequence[str], **options: Any) -> list[str]:
+    def translate(
+        self, lines: Sequence[str], *, stop: Callable[[], bool] = bool, **options: Any
+    ) -> list[str]:
         """The best translation of each line; an empty line gives an empty one.
 
-        `options` are fields of `Options`.
+        `options` are fields of `Options`, and `stop` is that of `hypotheses`.
         """
-        return [found[0].text for found in self.hypotheses(lines, self.options(**options))]
+        found = self.hypotheses(lines, self.options(**options), stop=stop)
+        return [best[0].text for best in found]
 
     def hypotheses(
         self,

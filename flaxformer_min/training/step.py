@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 
 from flaxformer_min.config import TrainingConfig
+from flaxformer_min.devices import same_on
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, sum_over_tokens
@@ -65,16 +65,8 @@ def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
         average = jax.tree.map(jnp.copy, params) if config.ema_decay else None
         return TrainState(jnp.int32(0), params, opt_state, key, average)
 
-    return jax.jit(init, out_shardings=on_every_device())()
-
-
-def on_every_device() -> jax.sharding.Sharding:
-    """How a train state lies on the devices of this process: the same on each.
-
-    Other processes have their own, which is equal, as `pmap` takes and gives it.
-    """
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("devices",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    # Other processes make their own, which is equal.
+    return jax.jit(init, out_shardings=same_on(jax.local_devices()))()
 
 
 def dropout_key(
