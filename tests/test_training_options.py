@@ -23,7 +23,6 @@ from flaxformer_min.data.rows import (
     split_over_devices,
 )
 from flaxformer_min.data.tokenizer import train_tokenizer
-from flaxformer_min.model.embedding import project
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, one_sentence_per_row
@@ -98,16 +97,6 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     assert float(sums.tokens) == (np.asarray(real) > 0).sum()
     for ours, theirs in zip(gradients, jax.grad(plain, (0, 1))(features, kernel), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_the_gradient_of_the_projection_is_that_of_a_matrix_product():
-    numbers = np.random.default_rng(0)
-    x = jnp.asarray(numbers.normal(size=(2, 3, 4)), jnp.float32)
-    kernel = jnp.asarray(numbers.normal(size=(4, 5)), jnp.float32)
-    ours = jax.grad(lambda *given: (project(*given) ** 2).sum(), (0, 1))(x, kernel)
-    theirs = jax.grad(lambda x, kernel: ((x @ kernel) ** 2).sum(), (0, 1))(x, kernel)
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_r_drop_reads_a_batch_under_two_masks():

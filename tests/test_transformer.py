@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm
 from flaxformer_min.model.feed_forward import FeedForward
+from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.transformer import Transformer, first_tokens
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 
@@ -56,6 +58,28 @@ def change(tokens, places, column="ids", to=9):
 
 
 # ---- the formulas ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_linear_layer_is_that_of_flax_parameters_and_gradients_too(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), dtype)
+    ours, theirs = Linear(5, dtype), nn.Dense(5, dtype=dtype)
+    params = ours.init(jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+        jnp.shape, theirs.init(jax.random.key(0), x)
+    )
+
+    def total(layer, params, x):
+        y = layer.apply(params, x)
+        assert (y.shape, y.dtype) == ((2, 3, 5), dtype)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    found, expected = (
+        jax.value_and_grad(partial(total, m), (0, 1))(params, x) for m in (ours, theirs)
+    )
+    jax.tree.map(
+        partial(assert_allclose, rtol=1e-5 if dtype == "float32" else 0.1), found, expected
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

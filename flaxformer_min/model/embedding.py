@@ -1,40 +1,14 @@
 """The boxes "Input Embedding", "Output Embedding" and the last "Linear" (section 3.4)."""
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import batched_sinusoidal_encoding
 from flaxformer_min.tokens import Tokens
-
-
-@jax.custom_vjp
-def project(
-    x: Float[Array, "batch length d_model"], kernel: Float[Array, "d_model vocab"]
-) -> Float[Array, "batch length vocab"]:
-    """x · kernel in float32.
-
-    Its gradient is the usual one, written down because jax would transpose the gradient of all
-    logits, the largest array there is, and not that of the kernel.
-    """
-    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-
-
-def _project_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return project(x, kernel), (x, kernel)
-
-
-def _project_backward(read: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, kernel = read
-    gradient = gradient.astype(x.dtype)
-    of_kernel = x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
-    return gradient @ kernel.T, of_kernel
-
-
-project.defvjp(_project_forward, _project_backward)
 
 
 class Embedding(nn.Module):

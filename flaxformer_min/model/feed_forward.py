@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.linear import Linear
 
 
 class FeedForward(nn.Module):
@@ -16,7 +17,6 @@ class FeedForward(nn.Module):
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Each position on its own."""
         config = self.config
-        init = nn.initializers.xavier_uniform()
-        inner = nn.Dense(config.d_ff, dtype=config.dtype, kernel_init=init, name="inner")
-        outer = nn.Dense(config.d_model, dtype=config.dtype, kernel_init=init, name="outer")
+        inner = Linear(config.d_ff, config.dtype, name="inner")
+        outer = Linear(config.d_model, config.dtype, name="outer")
         return outer(Dropout(config.feed_forward_dropout)(nn.relu(inner(x))))

@@ -10,6 +10,7 @@ from flaxformer_min.model.attention import (
     batched_weighted_sum,
 )
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.linear import Linear
 
 
 class MultiHeadAttention(nn.Module):
@@ -30,10 +31,8 @@ class MultiHeadAttention(nn.Module):
         self.output = self._projection()
         self.dropout = Dropout(self.config.attention_dropout)
 
-    def _projection(self) -> nn.Dense:
-        config = self.config
-        init = nn.initializers.xavier_uniform()
-        return nn.Dense(config.d_model, dtype=config.dtype, kernel_init=init)
+    def _projection(self) -> Linear:
+        return Linear(self.config.d_model, self.config.dtype)
 
     def _heads(
         self, x: Float[Array, "batch length d_model"]
