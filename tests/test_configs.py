@@ -16,6 +16,8 @@ import pytest
 
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpus import read_pairs
+from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.evaluation import default_tokenize
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, Tokens
@@ -23,6 +25,7 @@ from flaxformer_min.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+SPLITS = ("train", "val", "test")
 SYLLABLES = "ba de fi go hu ka le mi no pu ra se ti vo zu".split()
 
 
@@ -196,22 +199,46 @@ def test_the_papers_base_model_goes_the_whole_way_on_a_small_set_of_the_same_fea
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1]
 
 
-def test_the_chatbot_table_becomes_files_without_a_question_in_two_splits(tmp_path):
+def test_the_chatbot_table_becomes_a_corpus_without_a_question_in_two_splits(tmp_path):
+    """Nor one that differs in spaces and punctuation only; the text is what is in the table."""
+    table, folder = tmp_path / "table.csv", tmp_path / "out"
+    rows = [
+        (f"질문 {n % 150},{' ' * (n // 150)}뭐야{'?!…'[n // 150]}", f'"대답" {n}ㅋㅋ…')
+        for n in range(400)
+    ]
+    with open(table, "w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([("Q", "A", "label"), *((q, f" {a}\n", 0) for q, a in rows)])
+    load("korean_chatbot")["prepare"](table, folder)
+    languages = load("korean_chatbot")["config"].data.languages
+    found = {name: list(read_pairs(f"text:{folder}", name, languages)) for name in SPLITS}
+    expected = [(" ".join(question.split()), answer) for question, answer in rows]
+    assert sorted(pair for split in found.values() for pair in split) == sorted(expected)
+    asked = [{re.sub(r"\W", "", question) for question, _ in found[name]} for name in SPLITS]
+    assert all(asked) and sum(map(len, asked)) == 150
+    tokenizer = train_tokenizer((text for pair in expected for text in pair), 300, tmp_path / "t")
+    for text in [*expected[0], "훨씬 좋아요", "ㅠㅠ 뷁"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_answers_in_korean_are_scored_as_korean():
+    """Not by words between spaces, as other languages are."""
+    language = load("korean_chatbot")["config"].data.languages.split("-")[-1]
+    assert default_tokenize(language) == default_tokenize("ko") != default_tokenize("answer")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"question,answer\n1,2\n", b"Q,A\n\xea\xb0,1\n"])
+def test_what_is_no_chatbot_table_is_a_sentence(tmp_path, content):
     table = tmp_path / "table.csv"
-    with open(table, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["Q", "A", "label"])
-        for number in range(400):
-            writer.writerow([f"질문 {number % 150}, 뭐야?", f"대답 {number}", 0])
-    load("korean_chatbot")["prepare"](table, tmp_path / "out")
-    questions, pairs = {}, 0
-    for split in ("train", "val", "test"):
-        lines = [
-            (tmp_path / "out" / f"{split}.{side}").read_text(encoding="utf-8").splitlines()
-            for side in ("question", "answer")
-        ]
-        assert len(lines[0]) == len(lines[1]) > 0
-        questions[split], pairs = set(lines[0]), pairs + len(lines[0])
-    assert pairs == 400
-    assert not questions["train"] & (questions["val"] | questions["test"])
-    assert not questions["val"] & questions["test"]
+    if content is not None:
+        table.write_bytes(content)
+    command = [sys.executable, "configs/korean_chatbot.py", str(table), str(tmp_path / "out")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
