@@ -167,6 +167,10 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
     """What the layers compute in. Parameters, softmax, norms and loss are always float32."""
 
+    remat: bool = setting(False, may_change=True)
+    """Keep only what goes into each layer for the backward pass, and compute the rest again (Chen
+    et al. 2016). Takes less memory and more time; what is learned stays the same."""
+
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "model")

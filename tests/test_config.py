@@ -242,7 +242,7 @@ training.adam_epsilon training.label_smoothing training.gradient_accumulation tr
 training.seed
 """
 MAY_CHANGE = """
-data.workers data.cache_dir data.download model.dtype
+data.workers data.cache_dir data.download model.dtype model.remat
 training.steps training.log_every training.validate_every training.save_every training.debug_nans
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
 """

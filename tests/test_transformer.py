@@ -30,6 +30,7 @@ MODELS = {
     "separate": ModelConfig(
         **{**TINY, "num_layers": 1}, embeddings="separate", source_vocab_size=13, norm="pre"
     ),
+    "remat": ModelConfig(**{**TINY, "num_layers": 1}, remat=True),
 }
 both_norms = pytest.mark.parametrize("name", ["post", "pre"])
 
@@ -280,8 +281,9 @@ def teacher_forced(model, row, history):
     return model.forward(batch)[row, len(history)]
 
 
-@both_norms
-@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize(
+    "name, beam", [("post", 1), ("post", 3), ("pre", 1), ("pre", 3), ("remat", 3)]
+)
 def test_every_hypothesis_gets_the_scores_that_training_gives_its_history(name, beam):
     """Section 3.1, "auto-regressive": with hypotheses branching and dying at every step."""
     model = tiny(name)
@@ -422,6 +424,54 @@ def test_parameters_start_small_and_in_float32():
         if path.endswith("kernel"):  # Glorot and Bengio 2010: uniform up to √(6 / (in + out))
             limit = math.sqrt(6 / sum(leaf.shape))
             assert 0.95 * limit < np.abs(leaf).max() <= limit, path
+
+
+# ---- the same numbers in another way --------------------------------------------------------
+
+
+def learn(**changes):
+    """The parameters of a layer a side, and its loss and gradient with dropout of every kind."""
+    rates = dict(dropout=0.3, attention_dropout=0.2, feed_forward_dropout=0.2)
+    model = Transformer(ModelConfig(**{**TINY, "num_layers": 1, **rates, **changes}))
+    batch = reference.two_rows()
+    params = reference.random_params(model, batch)
+
+    def loss(params, key):
+        log_probs = jax.nn.log_softmax(model.apply(params, batch, rngs={"dropout": key}))
+        return jnp.take_along_axis(log_probs, batch.target.ids[:, :, None], axis=-1).mean()
+
+    learned = jax.jit(jax.value_and_grad(loss))
+    return params, lambda key: learned(params, jax.random.key(key))
+
+
+def test_layers_that_are_computed_again_learn_the_same():
+    """Chen et al. 2016: the same parameters, loss and gradient, for the same key the same masks."""
+    (kept_params, kept), (again_params, again) = learn(), learn(remat=True)
+    jax.tree.map(assert_array_equal, again_params, kept_params)
+    (loss, gradient), (loss_again, gradient_again) = kept(1), again(1)
+    assert_allclose(loss_again, loss, rtol=1e-6)
+    jax.tree.map(partial(assert_allclose, rtol=1e-4, atol=1e-6), gradient_again, gradient)
+    assert abs(again(2)[0] - loss) > 1e-3
+
+
+def bytes_of_a_gradient(num_layers, remat):
+    """What a program needs beside its arguments and results, where it may free arrays early."""
+    config = ModelConfig(**{**TINY, "num_layers": num_layers}, remat=remat)
+    encode = partial(Transformer(config).apply, method="encode")
+    source = one_sentence_per_row(jnp.ones((2, 96), jnp.int32))
+    make = partial(Transformer(config).init, method="encode")
+    params = jax.eval_shape(make, jax.random.key(0), source)
+    program = jax.jit(jax.grad(lambda params: encode(params, source).var())).lower(params)
+    in_order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return program.compile(compiler_options=in_order).memory_analysis().temp_size_in_bytes
+
+
+def test_a_layer_more_costs_a_tenth_of_the_memory_where_layers_are_computed_again():
+    """What goes in and out of it, [2 96 6], instead of all weights, [2 3 96 96], and the like."""
+    kept, again = (
+        bytes_of_a_gradient(4, remat) - bytes_of_a_gradient(2, remat) for remat in (False, True)
+    )
+    assert 0 < again < kept / 10
 
 
 # ---- names ----------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Decoder(nn.Module):
 
     def setup(self):
         """Layers are named layer_0 to layer_N-1; a pre-norm stack ends in a norm of its own."""
-        self.layer = [DecoderLayer(self.config) for _ in range(self.config.num_layers)]
+        layer = nn.remat(DecoderLayer) if self.config.remat else DecoderLayer
+        self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
 

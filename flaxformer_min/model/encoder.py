@@ -41,7 +41,8 @@ class Encoder(nn.Module):
 
     def setup(self):
         """Layers are named layer_0 to layer_N-1; a pre-norm stack ends in a norm of its own."""
-        self.layer = [EncoderLayer(self.config) for _ in range(self.config.num_layers)]
+        layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
+        self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
 
