@@ -167,6 +167,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
     """What the layers compute in. Parameters, softmax, norms and loss are always float32."""
 
+    attention: Literal["explicit", "fused"] = setting("explicit", may_change=True)
+    """Training computes attention weights and then sums (the paper's equation 1, step by step), or
+    both in one operation, whose weights nobody sees. Fused saves memory on an NVIDIA GPU with
+    dtype=bfloat16 (cuDNN's flash attention; heads 8, 16, ... 128 wide, rows of even length; not
+    measured yet); elsewhere it gains nothing. Decoding is always explicit."""
+
     remat: bool = setting(False, may_change=True)
     """Keep only what goes into each layer for the backward pass, and compute the rest again (Chen
     et al. 2016). Takes less memory and more time; what is learned stays the same."""
@@ -183,6 +189,11 @@ class ModelConfig:
             raise ValueError(
                 "model.d_model must be even, because sines and cosines come in pairs; "
                 f"got {self.d_model}."
+            )
+        if self.attention == "fused" and self.attention_dropout:
+            raise ValueError(
+                "model.attention='fused' has no weights to drop; got attention_dropout="
+                f"{self.attention_dropout}. Set it to 0, or choose attention='explicit'."
             )
         if self.embeddings == "shared" and self.source_vocab_size is not None:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Attention against loops over equation 1, and at the edges that loops do not reach."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flaxformer_min.model.attention import (
     batched_attention_weights,
     batched_scaled_dot_product_attention,
     batched_weighted_sum,
+    fused_attention,
     scaled_dot_product_attention,
 )
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
@@ -121,6 +123,64 @@ def test_the_softmax_is_taken_in_float32_also_for_bfloat16():
     share = 1 / (1 + np.exp(-1 / np.sqrt(2)))
     assert weights.dtype == jnp.bfloat16
     assert_allclose(weights.astype(jnp.float32), [[1 - share, share]], rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("bfloat16", 2**-7)])
+def test_fused_attention_is_attention_without_its_weights(heads, dtype, error):
+    """Equation 1 and its gradients; a query that may attend to nothing gives zeros, and no NaN."""
+    query, key, value = (x[..., :D_K].astype(dtype) for x in heads[:3])
+    mask = heads[3]
+
+    def explicit(query, key, value):
+        return batched_scaled_dot_product_attention(query, key, value, mask)[0]
+
+    def fused(query, key, value):
+        return fused_attention(query, key, value, mask)
+
+    @partial(jax.jit, static_argnums=0)
+    def output_and_gradients(attend, *arrays):
+        output, back = jax.vjp(attend, *arrays)
+        return output, *back(jnp.cos(output))
+
+    results = [output_and_gradients(attend, query, key, value) for attend in (explicit, fused)]
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == dtype
+        expected, found = (np.asarray(x, np.float64) for x in (expected, found))
+        assert_allclose(found, expected, atol=error * np.abs(expected).max())
+    output, of_query = results[1][:2]
+    assert (output[0, :, 2] == 0).all() and (of_query[0, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, queries, d_k, serves",
+    [
+        ("cuda 12.9", "bfloat16", 64, 64, True),
+        ("cuda 12.9", "bfloat16", 64, 128, True),
+        ("cpu", "bfloat16", 64, 64, False),
+        ("rocm 6.4", "bfloat16", 64, 64, False),
+        ("cuda 12.9", "float32", 64, 64, False),
+        ("cuda 12.9", "bfloat16", 63, 64, False),
+        ("cuda 12.9", "bfloat16", 64, 60, False),
+        ("cuda 12.9", "bfloat16", 64, 256, False),
+    ],
+)
+def test_flash_attention_is_asked_for_only_where_it_serves(
+    monkeypatch, platform, dtype, queries, d_k, serves
+):
+    """Of jax's own rules; cuDNN refuses anything else with an error."""
+    client = SimpleNamespace(platform_version=platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(client=client)])
+    asked = []
+
+    def attention(query, key, value, mask, implementation):
+        asked.append(implementation)
+        assert (query.shape, mask.shape) == ((2, queries, 3, d_k), (2, 1, queries, 32))
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    query, key = (jnp.zeros((2, 3, places, d_k), dtype) for places in (queries, 32))
+    fused_attention(query, key, key, jnp.ones((2, queries, 32), bool))
+    assert asked == ["cudnn" if serves else "xla"]
 
 
 def test_written_keys_and_values_stand_where_they_were_put():

@@ -37,6 +37,7 @@ def test_the_defaults_are_the_papers():
 def other(field):
     """A value that a setting may have and that is not its default."""
     named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
+    named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
     if field.name in named:
         return named[field.name]
     if get_origin(field.type) is Literal:
@@ -56,7 +57,12 @@ EVERYTHING_OTHERWISE = Config(
 )
 
 
-@pytest.mark.parametrize("config", [Config(), EVERYTHING_OTHERWISE], ids=["defaults", "others"])
+FUSED = Config(model=ModelConfig(attention="fused"))
+
+
+@pytest.mark.parametrize(
+    "config", [Config(), EVERYTHING_OTHERWISE, FUSED], ids=["defaults", "others", "fused"]
+)
 def test_a_config_goes_to_json_and_back(config):
     """A run folder says how it was made; nothing is lost, also where no setting is the default."""
     assert Config.from_json(config.to_json()) == config
@@ -69,7 +75,7 @@ def test_the_other_config_differs_in_every_setting():
     """Else the round trip would not have tested it."""
     for group in dataclasses.fields(Config):
         for field in dataclasses.fields(group.type):
-            given = getattr(getattr(EVERYTHING_OTHERWISE, group.name), field.name)
+            given = _otherwise(group.name, field.name)
             assert given != field.default, f"{group.name}.{field.name}"
 
 
@@ -122,6 +128,12 @@ REFUSED = [  # and the table of test_bad_input.py
         dict(source_vocab_size=500),
         "model.embeddings='shared' needs one vocabulary for both languages; got "
         "source_vocab_size=500. Leave it out, or choose embeddings='target_tied' or 'separate'.",
+    ),
+    (
+        ModelConfig,
+        dict(attention="fused", attention_dropout=0.2),
+        "model.attention='fused' has no weights to drop; got attention_dropout=0.2. Set it to 0, "
+        "or choose attention='explicit'.",
     ),
     (
         DataConfig,
@@ -242,7 +254,8 @@ training.adam_epsilon training.label_smoothing training.gradient_accumulation tr
 training.seed
 """
 MAY_CHANGE = """
-data.workers data.cache_dir data.download model.dtype model.remat
+data.workers data.cache_dir data.download model.dtype model.attention
+model.remat
 training.steps training.log_every training.validate_every training.save_every training.debug_nans
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
 """
@@ -259,11 +272,17 @@ def test_only_what_does_not_touch_data_or_learning_may_change(settings, lines):
         assert all(line.startswith(f"{setting}: ") for line in found)
 
 
+def _otherwise(group, name):
+    """What a setting is where it is not its default."""
+    config = FUSED if (group, name) == ("model", "attention") else EVERYTHING_OTHERWISE
+    return getattr(getattr(config, group), name)
+
+
 def _with_other(group, name):
     """The default config with one setting of `EVERYTHING_OTHERWISE`, unchecked."""
     changed = object.__new__(type(getattr(Config(), group)))
     changed.__dict__.update(getattr(Config(), group).__dict__)
-    changed.__dict__[name] = getattr(getattr(EVERYTHING_OTHERWISE, group), name)
+    changed.__dict__[name] = _otherwise(group, name)
     config = object.__new__(Config)
     config.__dict__.update({**Config().__dict__, group: changed})
     return config

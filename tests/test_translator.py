@@ -234,6 +234,18 @@ def test_attention_is_that_of_every_layer_and_head_with_its_tokens(translator):
     assert own.target_tokens[-1] == "</s>"
 
 
+def test_attention_is_shown_of_a_model_that_was_trained_without_seeing_it(translator):
+    tokenizers = translator.source_tokenizer, translator.target_tokenizer
+    config = dataclasses.replace(translator.models[0].config, attention="fused")
+    fused = Translator([config], translator.params, tokenizers)
+    for found, expected in zip(
+        fused.attention("the red house", "the blue house"),
+        translator.attention("the red house", "the blue house"),
+        strict=True,
+    ):
+        assert np.array_equal(found, expected)
+
+
 def test_nothing_is_compiled_twice_for_the_same_shapes(run):
     translator = Translator.load(run)
     translator.translate(mixed_lines(30))

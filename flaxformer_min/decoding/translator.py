@@ -116,7 +116,10 @@ class Translator:
         decoding: DecodingConfig | None = None,
     ):
         """`configs` and `params` of one model each; the tokenizers of source and target."""
-        self.models = [Transformer(config) for config in configs]
+        # A search writes few tokens at a time, whose weights are small, and `attention` shows them.
+        self.models = [
+            Transformer(dataclasses.replace(config, attention="explicit")) for config in configs
+        ]
         self.source_tokenizer, self.target_tokenizer = tokenizers
         self.decoding = decoding or DecodingConfig()
         self.devices = jax.local_devices()

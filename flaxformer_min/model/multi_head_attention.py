@@ -8,6 +8,7 @@ from flaxformer_min.model.attention import (
     KeyValue,
     batched_attention_weights,
     batched_weighted_sum,
+    fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import Linear
@@ -17,8 +18,8 @@ class MultiHeadAttention(nn.Module):
     """Concat(head₁, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V).
 
     One module, three uses: self-attention gives it its own keys and values, cross-attention those
-    of the encoder, cached decoding those written so far. Where "intermediates" are mutable, the
-    weights are sown as "weights": [batch heads queries keys].
+    of the encoder, cached decoding those written so far. Where "intermediates" are mutable,
+    weights that are explicit are sown as "weights": [batch heads queries keys].
     """
 
     config: ModelConfig
@@ -50,7 +51,11 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries places"],
     ) -> Float[Array, "batch queries d_model"]:
         """Each token of `x` gathers what it needs from `attended`."""
-        weights = batched_attention_weights(self._heads(self.query(x)), attended.keys, mask)
-        self.sow("intermediates", "weights", weights)
-        gathered = batched_weighted_sum(self.dropout(weights), attended.values)
+        query = self._heads(self.query(x))
+        if self.config.attention == "fused":
+            gathered = fused_attention(query, attended.keys, attended.values, mask)
+        else:
+            weights = batched_attention_weights(query, attended.keys, mask)
+            self.sow("intermediates", "weights", weights)
+            gathered = batched_weighted_sum(self.dropout(weights), attended.values)
         return self.output(gathered.swapaxes(1, 2).reshape(x.shape))
