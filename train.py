@@ -44,6 +44,7 @@ from flaxformer_min.processes import (
     shared_poll,
     together,
 )
+from flaxformer_min.profiling import Profile
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
 from flaxformer_min.training.debug import stopping_at_not_finite
@@ -62,7 +63,17 @@ class Arguments(Config):
     workdir: Path = Path("runs")
     """The run folder. Several processes must see the same one."""
 
+    profile: int = 0
+    """Record so many steps, from the 11th of this start on, as a timeline in RUN/profile; 0: none.
+    The first process records its own devices."""
+
     distributed: Distributed = Distributed()
+
+    def __post_init__(self):
+        """Check what is no setting of the run."""
+        super().__post_init__()
+        if self.profile < 0:
+            raise ValueError(f"--profile must be at least 0 steps; got {self.profile}.")
 
 
 def say(text: str) -> None:
@@ -97,7 +108,7 @@ def main(arguments: list[str]) -> int:
             with first_ahead("lock"):
                 if is_first():
                     held.enter_context(run.locked())
-            return work(run, config)
+            return work(run, config, Profile(run.profile, settings.profile * is_first(), say))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
@@ -124,7 +135,7 @@ def read_arguments(arguments: list[str]) -> Arguments:
     )
 
 
-def work(run: RunFolder, config: Config) -> int:
+def work(run: RunFolder, config: Config, profile: Profile) -> int:
     """One run from its text to its test score."""
     watch, compiled = Stopwatch(), CompileClock()
     keep_compiled_programs(cache_folder(config.data.cache_dir))
@@ -165,7 +176,7 @@ def work(run: RunFolder, config: Config) -> int:
     with StopRequest("finishing this step, then saving; once more to end at once") as stop:
         poll = shared_poll(lambda: bool(stop))
         validate = make_validate(config, model, held_out, pairs["validation"], translator, poll)
-        state = fit(run, config, model, state, rows, checkpoints, validate, poll)
+        state = fit(run, config, model, state, rows, checkpoints, validate, poll, profile)
         watch.finish("training")
         checkpoints.close()
         rows.close()
@@ -320,6 +331,7 @@ def fit(
     checkpoints: Checkpoints,
     validate: Callable[[Any, int], dict[str, float] | None],
     stop: Callable[[], bool],
+    profile: Profile,
 ) -> TrainState:
     """Train from the newest checkpoint, or from nothing."""
     before = None
@@ -334,10 +346,10 @@ def fit(
     train_step = timing_the_first(make_train_step(model, config.training))
     if config.training.debug_nans:
         train_step = stopping_at_not_finite(train_step, model, config.training)
-    try:
+    with contextlib.closing(log), profile:
         return train(
             state,
-            train_step,
+            profile.of(train_step),
             rows,
             lambda batch: split_over_devices(batch, devices, accumulation),
             config.training,
@@ -348,8 +360,6 @@ def fit(
             before=before,
             say=say,
         )
-    finally:
-        log.close()
 
 
 def try_average(

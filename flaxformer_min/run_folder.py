@@ -6,6 +6,7 @@ checkpoints/STEP/         Orbax: parameters, optimizer, random key; where the ro
 averaged/STEP/            Orbax: the mean of the last checkpoints, where it was found to be better
 metrics.jsonl             one line per log and per validation
 tensorboard/              the same as TensorBoard events
+profile/                  timelines of a few steps, where they were asked for
 lock                      held by the process that trains
 """
 
@@ -39,6 +40,7 @@ class RunFolder:
         self.averaged = self.path / "averaged"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
 
     @property
     def exists(self) -> bool:

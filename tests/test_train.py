@@ -289,6 +289,7 @@ def test_an_unknown_or_wrong_setting_names_the_known_ones(config, capsys, argume
 @pytest.mark.parametrize(
     "arguments, expected",
     [
+        (["--profile", "-1"], "--profile must be at least 0 steps; got -1"),
         (["--model.dropout", "1.0"], "model.dropout must be less than 1; got 1.0"),
         (["--model.num-heads", "3"], "got d_model=16, num_heads=3"),
         (["--data.rows-per-batch", "5"], "5 rows, 2 devices"),
@@ -321,6 +322,7 @@ def test_help_lists_every_setting(capsys):
     for group in ("data", "model", "training", "decoding"):
         for name in vars(getattr(train.Config(), group)):
             assert f"--{group}.{name.replace('_', '-')}" in text
+    assert "--profile INT" in text
 
 
 def test_a_second_process_on_one_run_refuses(config, tmp_path, capsys):
@@ -413,3 +415,59 @@ def test_a_run_is_resumed_with_what_its_checkpoint_says(config, tmp_path):
     assert meta["rows"]["epoch"] >= 1
     before, after = (jax.tree.leaves(tree) for tree in (like.params, state["params"]))
     assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def recorded(workdir):
+    """How many steps each timeline of a run holds, and whether all of them hold operations."""
+    paths = sorted(workdir.glob("profile/plugins/profile/*/*.xplane.pb"))
+    timelines = [jax.profiler.ProfileData.from_file(str(path)) for path in paths]
+    names = [
+        [event.name for plane in timeline.planes for line in plane.lines for event in line.events]
+        for timeline in timelines
+    ]
+    assert all(any("dot" in name for name in each) for each in names)
+    assert len(list(workdir.glob("profile/plugins/profile/*/*.trace.json.gz"))) == len(paths)
+    return [each.count("train") for each in names]
+
+
+def test_a_timeline_of_a_few_steps_can_be_read(config, tmp_path, capsys):
+    """Of those after the tenth of each start; what is learned is what would have been learned."""
+    workdir, long = tmp_path / "run", ["--training.steps", "14"]
+    assert run(config, workdir, *long, "--profile", "3") == 0
+    assert recorded(workdir) == [3]
+    printed = capsys.readouterr().out
+    assert f"Profile of steps 11 to 13: {workdir}/profile. Open" in printed
+    assert "https://ui.perfetto.dev" in printed
+    assert "profile" not in (workdir / "config.json").read_text()
+    assert run(config, tmp_path / "plain", *long) == 0
+    assert differences(tmp_path / "plain", workdir) == []
+    assert run(config, workdir, "--training.steps", "25", "--profile", "1") == 0
+    assert "Profile of steps 25 to 25" in capsys.readouterr().out
+    assert sorted(recorded(workdir)) == [1, 3]
+
+
+def test_a_timeline_that_is_cut_off_is_written_and_nothing_stays_open(config, tmp_path, capsys):
+    """By the end of training, and by a signal; then, or where it never began, another can begin."""
+    workdir, long = tmp_path / "run", ["--training.steps", "25", "--profile", "9"]
+    cut(config, workdir, 12, *long)
+    assert "Profile of steps 11 to 12: " in capsys.readouterr().out
+    assert run(config, workdir, *long) == 0
+    assert "Profile of steps 23 to 25: " in capsys.readouterr().out
+    assert sorted(recorded(workdir)) == [2, 3]
+    assert run(config, workdir, "--training.steps", "27", "--profile", "9") == 0
+    printed = capsys.readouterr().out
+    assert "No profile: it begins after 10 steps of a start, and there were 2." in printed
+    assert len(recorded(workdir)) == 2
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_training(config, tmp_path, capsys, monkeypatch):
+    stop = jax.profiler.stop_trace
+
+    def failing():
+        stop()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", failing)
+    assert run(config, tmp_path / "run", "--training.steps", "12", "--profile", "1") == 0
+    assert "warning: the profile cannot be written to " in capsys.readouterr().out
+    assert newest(tmp_path / "run")[0] == 12
