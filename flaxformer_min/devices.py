@@ -81,7 +81,10 @@ def _nvidia_gpus() -> list[str]:
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Let later starts reuse what XLA compiles, unless the user configured jax's cache already."""
+    """Let later starts reuse what XLA compiles, unless the user configured jax's cache already.
+
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off, JAX_COMPILATION_CACHE_DIR says where instead.
+    """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -40,6 +40,33 @@ def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, t
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
 
 
+@pytest.mark.parametrize(
+    "chosen, kept_in",
+    [
+        ({}, "ours"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
+        ({"JAX_COMPILATION_CACHE_DIR": ""}, None),
+        ({"JAX_COMPILATION_CACHE_DIR": "theirs"}, "theirs"),
+    ],
+)
+def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
+    tmp_path, chosen, kept_in
+):
+    """As the README tells it; no option of ours is needed."""
+    script = (
+        "import jax, pathlib; from flaxformer_min.devices import keep_compiled_programs;"
+        "keep_compiled_programs(pathlib.Path('ours'));"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
+        "jax.jit(lambda x: x * 3 + 1)(2.0)"
+    )
+    of_the_tests = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(of_the_tests)}
+    environment |= chosen | {"PYTHONPATH": str(Path(devices.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
+    kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*-cache")}
+    assert kept == ({kept_in} if kept_in else set())
+
+
 class Config:
     """jax.config where nothing was chosen."""
 
