@@ -44,12 +44,12 @@ from flaxformer_min.processes import (
     shared_poll,
     together,
 )
-from flaxformer_min.profiling import Profile
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
 from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import rank_of, train
 from flaxformer_min.training.metrics import MetricsLog
+from flaxformer_min.training.profile import Profile
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
 STARTED = time.perf_counter()
