@@ -364,6 +364,18 @@ def test_sampled_rows_go_on_exactly_where_they_stood(tokenizer, tmp_path):
     resumed.close()
 
 
+def test_an_epoch_that_was_looked_at_is_not_drawn_again_to_be_delivered(
+    tokenizer, tmp_path, monkeypatch
+):
+    rows, drawn = sampled_rows(tokenizer, tmp_path), []
+    draw = Ways.draw
+    monkeypatch.setattr(Ways, "draw", lambda *args: drawn.append(1) or draw(*args))
+    looked_at = rows.epoch(0)[0]
+    jax.tree.map(np.testing.assert_array_equal, next(rows), looked_at)
+    rows.close()
+    assert len(drawn) == 2  # source and target
+
+
 def test_ways_are_drawn_as_often_as_their_probability_to_the_alpha_says():
     """Two sentences: one way, and three ways of 0.5, 0.25 and 0.125."""
     lengths = np.array([3, 1, 2, 4])

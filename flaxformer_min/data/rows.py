@@ -466,11 +466,18 @@ class TrainingRows(Iterator[Batch]):
         self._seed, self._workers = seed, workers
         self._process, self._processes, self._alpha = process, processes, subword_sampling
         self._packing: Packing | None = None
+        self._planned: tuple[int, EpochBatches] | None = None
         self._batches: grain.DatasetIterator | None = None
         self.set_state({"epoch": 0, "batch": 0})
 
     def epoch(self, number: int) -> EpochBatches:
-        """All batches of one epoch."""
+        """All batches of one epoch; the newest one asked for is kept, not planned again."""
+        if self._planned is None or self._planned[0] != number:
+            self._planned = None  # or two would be in memory for a while
+            self._planned = number, self._plan(number)
+        return self._planned[1]
+
+    def _plan(self, number: int) -> EpochBatches:
         rng = np.random.default_rng((self._seed, number))
         encoded = self._encoded
         if self._alpha:
