@@ -1,5 +1,6 @@
-"""What the benchmarks share: contenders that run in turn, the machine's own limits, tables."""
+"""What the benchmarks share: arguments and text, contenders that run in turn, costs, tables."""
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -11,6 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+SIZES = {
+    "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
+    "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
+    "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
+}
+"""That of configs/multi30k_en_de.py and the paper's; all but the vocabulary."""
 
 Run = Callable[[], Mapping[str, Any]]
 """One timed run of a contender: gives what it did ("tokens", ...) and "seconds"."""
@@ -71,6 +81,63 @@ def alternate(contenders: Sequence[Contender], rounds: int) -> None:
             contender.run()
         seconds = "  ".join(f"{c.name} {c.runs[-1]['seconds']:.2f} s" for c in contenders)
         print(f"round {number + 1}: {seconds}", file=sys.stderr, flush=True)
+
+
+def arguments(doc: str, split: str) -> argparse.ArgumentParser:
+    """A parser with what every comparison asks for: text of this split, sizes, rounds, device."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--corpus", default="cldr:en-ko", help=f"its {split} split is used")
+    parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
+    parser.add_argument("--size", choices=SIZES, default="multi30k")
+    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    return parser
+
+
+def read_split(args: argparse.Namespace, split: str) -> Sequence[tuple[str, str]]:
+    """The pairs that `--corpus` and `--languages` name."""
+    from flaxformer_min.data.corpus import read_pairs
+
+    return read_pairs(args.corpus, split, args.languages)
+
+
+def make_tokenizer(args: argparse.Namespace, folder: Path) -> Any:
+    """Learned from the first pairs of the training split."""
+    from flaxformer_min.data.tokenizer import train_tokenizer
+
+    texts = (text for pair in read_split(args, "train")[:30_000] for text in pair)
+    return train_tokenizer(texts, args.vocab_size, folder / "tokenizer.model")
+
+
+def flops_of_source(sizes: Mapping[str, int], lengths: np.ndarray) -> float:
+    """Floating-point operations of encoding sentences, and of their keys and values for the target.
+
+    Here and below a product of [a b] and [b c] counts 2abc; softmax, norms, dropout and embeddings
+    count none, nor does attention to what is masked.
+    """
+    d = sizes["d_model"]
+    return float(
+        (lengths * _flops_of_token(sizes) + 4 * d * sizes["num_layers"] * lengths**2).sum()
+    )
+
+
+def flops_of_target(
+    sizes: Mapping[str, int], vocab_size: int, lengths: np.ndarray, source_lengths: np.ndarray
+) -> float:
+    """The same of reading, or writing one by one, the translations of such sources."""
+    d = sizes["d_model"]
+    looked_at = lengths * (lengths + 1) / 2 + lengths * source_lengths
+    per_token = _flops_of_token(sizes) + 2 * d * vocab_size
+    return float((lengths * per_token + 4 * d * sizes["num_layers"] * looked_at).sum())
+
+
+def _flops_of_token(sizes: Mapping[str, int]) -> int:
+    """Self-attention 8 d², feed forward 4 d d_ff; of cross-attention keys and values for a source
+    token, query and output for a target token, 4 d² either way."""
+    d = sizes["d_model"]
+    return sizes["num_layers"] * (12 * d**2 + 4 * d * sizes["d_ff"])
 
 
 def cores() -> int:

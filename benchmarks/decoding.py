@@ -15,43 +15,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import (
+    SIZES,
     Contender,
     Run,
     alternate,
+    arguments,
     copy_rate,
     cores,
+    flops_of_source,
+    flops_of_target,
     machine,
+    make_tokenizer,
     matrix_product_rate,
+    read_split,
     report,
 )
 
 EXTRA = 2
 """Tokens of a translation beyond those of its source."""
 
-SIZES = {
-    "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
-    "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
-}
-
 
 def main() -> None:
     """Measure, and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--corpus", default="cldr:en-ko", help="its test split is decoded")
-    parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
+    parser = arguments(__doc__, "test")
     parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--size", choices=SIZES, default="multi30k")
-    parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--batch-size", type=int, default=64, help="sentences, on both sides")
     parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, lines = prepare(args, Path(scratch))
+        tokenizer = make_tokenizer(args, Path(scratch))
+        lines = [source for source, _ in read_split(args, "test")][: args.sentences]
         sources = tokenizer.encode_batch(lines)
         rows = [
             row
@@ -65,17 +61,6 @@ def main() -> None:
         f"{args.size}, vocabulary {tokenizer.vocab_size:,}, {args.dtype}; {machine(*packages)}"
     )
     report(title, rows, args.json)
-
-
-def prepare(args: argparse.Namespace, folder: Path) -> tuple[Any, list[str]]:
-    """A tokenizer of the training split, and the sources of the test split."""
-    from flaxformer_min.data.corpus import read_pairs
-    from flaxformer_min.data.tokenizer import train_tokenizer
-
-    splits = [read_pairs(args.corpus, split, args.languages) for split in ("train", "test")]
-    texts = (text for pair in splits[0][:100_000] for text in pair)
-    tokenizer = train_tokenizer(texts, args.vocab_size, folder / "tokenizer.model")
-    return tokenizer, [source for source, _ in splits[1]][: args.sentences]
 
 
 def measure(
@@ -234,23 +219,19 @@ def bound_seconds(
 ) -> float:
     """What these sentences would take at the machine's own rates, whichever is the longer: all
     multiplications at the rate of a matrix product, or all that must be moved at that of a copy."""
-    sizes = SIZES[args.size]
-    d, layers, inner = sizes["d_model"], sizes["num_layers"], sizes["d_ff"]
-    flops = moved = 0
-    ordered = sorted(map(len, sources), reverse=True)
-    for first in range(0, len(ordered), args.batch_size):
-        batch = ordered[first : first + args.batch_size]
-        for length in batch:
-            flops += length * layers * (12 * d**2 + 4 * d * inner + 4 * d * length)
-        weights = layers * (6 * d**2 + 2 * d * inner) + vocab_size * d
+    sizes, lengths = SIZES[args.size], np.array(sorted(map(len, sources), reverse=True))
+    d, layers = sizes["d_model"], sizes["num_layers"]
+    flops = flops_of_source(sizes, lengths)
+    flops += beam * flops_of_target(sizes, vocab_size, lengths + EXTRA, lengths)
+    # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
+    weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
+    moved = 0
+    for first in range(0, len(lengths), args.batch_size):
+        batch = lengths[first : first + args.batch_size]
         for step in range(1, batch[0] + EXTRA + 1):
-            # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
-            live = [length for length in batch if step <= length + EXTRA]
-            per_token = layers * (12 * d**2 + 4 * d * inner) + 2 * vocab_size * d
-            looked_at = sum(beam * 4 * d * layers * (step + length) for length in live)
-            flops += len(live) * beam * per_token + looked_at
-            kept = sum(2 * d * layers * (beam * step + length) for length in live)
-            moved += 4 * (weights + kept + 2 * len(live) * beam * vocab_size)
+            live = batch[batch + EXTRA >= step]
+            kept = 2 * d * layers * (beam * step * len(live) + live.sum())
+            moved += 4 * int(weights + kept + 2 * len(live) * beam * vocab_size)
     return max(flops / matrix_product_rate(), moved / copy_rate())
 
 

@@ -18,30 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Contender, Run, alternate, cores, machine, matrix_product_rate, report
-
-SIZES = {
-    "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
-    "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
-    "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
-}
+from common import (
+    SIZES,
+    Contender,
+    Run,
+    alternate,
+    arguments,
+    cores,
+    flops_of_source,
+    flops_of_target,
+    machine,
+    make_tokenizer,
+    matrix_product_rate,
+    read_split,
+    report,
+)
 
 Pairs = list[tuple[list[int], list[int]]]
 
 
 def main() -> None:
     """Measure, and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--corpus", default="cldr:en-ko", help="its training split is learned")
-    parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
-    parser.add_argument("--size", choices=SIZES, default="multi30k")
-    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser = arguments(__doc__, "training")
     parser.add_argument("--tokens", type=int, default=4096, help="target places in a batch")
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=6, help="of each run")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         pairs = prepare(args, Path(scratch))
@@ -104,30 +105,15 @@ def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
 
 def prepare(args: argparse.Namespace, folder: Path) -> Pairs:
     """The training split as token ids; what does not fit a row of 64 is left out for both."""
-    from flaxformer_min.data.corpus import read_pairs
-    from flaxformer_min.data.tokenizer import train_tokenizer
-
-    pairs = read_pairs(args.corpus, "train", args.languages)[:30_000]
-    path = folder / "tokenizer.model"
-    tokenizer = train_tokenizer((text for pair in pairs for text in pair), args.vocab_size, path)
+    tokenizer, pairs = make_tokenizer(args, folder), read_split(args, "train")[:30_000]
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     return [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= 64]
 
 
 def flops_of_training(sizes: dict[str, int], vocab_size: int, pairs: Pairs) -> float:
-    """Floating-point operations of one step on these pairs, three times those of reading them.
-
-    A product of [a b] and [b c] counts 2abc; softmax, norms, dropout and the optimiser count none,
-    nor does attention to what is masked.
-    """
-    d, layers, inner = sizes["d_model"], sizes["num_layers"], sizes["d_ff"]
-    source = np.array([len(pair[0]) for pair in pairs], float)
-    target = np.array([len(pair[1]) for pair in pairs], float)
-    position = layers * (8 * d * d + 4 * d * inner)  # self-attention and feed forward
-    crossed = layers * 4 * d * d  # on the source its keys and values, on the target query, output
-    attended = layers * 4 * d * (source**2 + target * (target + 1) / 2 + target * source)
-    total = (position + crossed) * (source + target) + 2 * d * vocab_size * target + attended
-    return 3 * float(total.sum())
+    """Floating-point operations of one step on these pairs, three times those of reading them."""
+    source, target = (np.array([len(pair[side]) for pair in pairs]) for side in (0, 1))
+    return 3 * (flops_of_source(sizes, source) + flops_of_target(sizes, vocab_size, target, source))
 
 
 def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
