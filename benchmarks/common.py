@@ -1,15 +1,21 @@
 """What the benchmarks share: arguments and text, contenders that run in turn, costs, tables."""
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
+import resource
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,12 @@ import numpy as np
 
 SIZES = {
     "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
+    "wide": {"num_layers": 2, "d_model": 512, "d_ff": 2048, "num_heads": 8},
     "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
     "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
 }
-"""That of configs/multi30k_en_de.py and the paper's; all but the vocabulary."""
+"""That of configs/multi30k_en_de.py, two layers as wide as the paper's, for a CPU, and the paper's
+own; all but the vocabulary."""
 
 Run = Callable[[], Mapping[str, Any]]
 """One timed run of a contender: gives what it did ("tokens", ...) and "seconds"."""
@@ -28,6 +36,7 @@ Run = Callable[[], Mapping[str, Any]]
 
 def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
     """The child: prepare once, then one run for each word that comes through the pipe."""
+    _begin_group()
     since = time.perf_counter()
     run = make(*arguments)
     run()
@@ -36,27 +45,48 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
         connection.send(run())
 
 
+def _begin_group() -> None:
+    """With what it starts, such as compilers, a child is ended as one."""
+    os.setpgrp()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Also in the middle of a run, and when the parent is killed."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
 class Contender:
     """A program to be timed, in a process of its own, so that threads and memory are its own.
 
     `make(*arguments)` prepares and gives the `Run`. The first run, compiling included, is over when
-    the constructor returns; `first_seconds` says how long that took.
+    the constructor returns; `first_seconds` says how long that took. The process ends when this one
+    does, however that happens.
     """
 
-    def __init__(self, name: str, make: Callable[..., Run], *arguments: Any):
-        """Start the process and wait for its first run."""
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Run],
+        *arguments: Any,
+        patience: float | None = None,
+    ):
+        """Start the process and wait for its first run, or raise TimeoutError after `patience` s.
+
+        RuntimeError where it fails.
+        """
         self.name, self.runs = name, []
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.first_seconds: float = self._answer()
+        self._process, self._connection = _start(True, _serve, make, arguments)
+        if not self._connection.poll(patience):
+            _kill(self._process)
+            raise TimeoutError(f"{name} was not ready after {patience:.0f} s.")
+        self.first_seconds: float = _received(self._connection, name)
 
     def run(self) -> None:
         """One more timed run; the process sleeps before and after."""
         self._connection.send(True)
-        self.runs.append(self._answer())
+        self.runs.append(_received(self._connection, self.name))
 
     def median(self, name: str) -> float:
         """Of all runs."""
@@ -66,12 +96,40 @@ class Contender:
         """End the process."""
         self._connection.send(False)
         self._process.join()
+        _kill(self._process)
 
-    def _answer(self) -> Any:
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.name} failed; its own message stands above.") from None
+
+def _start(daemon: bool, target: Callable, *arguments: Any) -> tuple[BaseProcess, Any]:
+    """A new process, and this end of the pipe whose other end is its first argument.
+
+    One that is a `daemon` is ended at exit, whatever happens, and must not have workers.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=daemon)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _received(connection: Any, name: str) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        raise RuntimeError(f"{name} failed; its own message stands above.") from None
+
+
+def _kill(process: BaseProcess) -> None:
+    """The process, if it lives, and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def peak_memory() -> int:
+    """Bytes this process had resident at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def alternate(contenders: Sequence[Contender], rounds: int) -> None:
