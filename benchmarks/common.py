@@ -99,6 +99,25 @@ class Contender:
         _kill(self._process)
 
 
+def alone(function: Callable, *arguments: Any) -> Any:
+    """What `function(*arguments)` gives, in a process of its own: its peak of memory is its own.
+
+    RuntimeError where it fails, or is killed, as for want of memory.
+    """
+    process, connection = _start(False, _answer, function, arguments)
+    try:
+        found = _received(connection, function.__name__)
+        process.join()
+        return found
+    finally:
+        _kill(process)
+
+
+def _answer(connection: Any, function: Callable, arguments: tuple) -> None:
+    _begin_group()
+    connection.send(function(*arguments))
+
+
 def _start(daemon: bool, target: Callable, *arguments: Any) -> tuple[BaseProcess, Any]:
     """A new process, and this end of the pipe whose other end is its first argument.
 
@@ -286,6 +305,15 @@ def _cell(value: Any) -> str:
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], file: Path | None) -> None:
     """Print the table; write title and rows as JSON where a file was asked for."""
-    print(f"\n{title}\n\n{table(rows)}")
+    report_parts(title, {"rows": rows}, file)
+
+
+def report_parts(
+    title: str, parts: Mapping[str, Sequence[Mapping[str, Any]]], file: Path | None
+) -> None:
+    """The same for several tables, each under its name."""
+    print(f"\n{title}")
+    for name, rows in parts.items():
+        print(f"\n{name}:\n\n{table(rows)}" if len(parts) > 1 else f"\n{table(rows)}")
     if file is not None:
-        file.write_text(json.dumps({"title": title, "rows": rows}, indent=2) + "\n")
+        file.write_text(json.dumps({"title": title, **parts}, indent=2) + "\n")
