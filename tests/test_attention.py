@@ -11,8 +11,10 @@ import reference
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model import attention
 from flaxformer_min.model.attention import (
     KeyValue,
+    attention_by_blocks,
     attention_weights,
     batched_attention_weights,
     batched_scaled_dot_product_attention,
@@ -125,24 +127,28 @@ def test_the_softmax_is_taken_in_float32_also_for_bfloat16():
     assert_allclose(weights.astype(jnp.float32), [[1 - share, share]], rtol=2**-8)
 
 
+@pytest.mark.parametrize("attend", [fused_attention, attention_by_blocks])
 @pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("bfloat16", 2**-7)])
-def test_fused_attention_is_attention_without_its_weights(heads, dtype, error):
+def test_attention_without_its_weights_is_attention(heads, dtype, error, attend, monkeypatch):
     """Equation 1 and its gradients; a query that may attend to nothing gives zeros, and no NaN."""
+    monkeypatch.setattr(attention, "BLOCK", 1)
     query, key, value = (x[..., :D_K].astype(dtype) for x in heads[:3])
     mask = heads[3]
 
     def explicit(query, key, value):
         return batched_scaled_dot_product_attention(query, key, value, mask)[0]
 
-    def fused(query, key, value):
-        return fused_attention(query, key, value, mask)
+    def without_weights(query, key, value):
+        return attend(query, key, value, mask)
 
     @partial(jax.jit, static_argnums=0)
     def output_and_gradients(attend, *arrays):
         output, back = jax.vjp(attend, *arrays)
         return output, *back(jnp.cos(output))
 
-    results = [output_and_gradients(attend, query, key, value) for attend in (explicit, fused)]
+    results = [
+        output_and_gradients(attend, query, key, value) for attend in (explicit, without_weights)
+    ]
     for expected, found in zip(*results, strict=True):
         assert found.dtype == dtype
         expected, found = (np.asarray(x, np.float64) for x in (expected, found))

@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm
+from flaxformer_min.model.attention import BLOCK
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.transformer import Transformer, first_tokens
@@ -458,11 +459,11 @@ def test_layers_that_are_computed_again_learn_the_same():
     assert abs(again(2)[0] - loss) > 1e-3
 
 
-def bytes_of_a_gradient(num_layers, remat):
+def bytes_of_a_gradient(num_layers, remat, length=96):
     """What a program needs beside its arguments and results, where it may free arrays early."""
     config = ModelConfig(**{**TINY, "num_layers": num_layers}, remat=remat)
     encode = partial(Transformer(config).apply, method="encode")
-    source = one_sentence_per_row(jnp.ones((2, 96), jnp.int32))
+    source = one_sentence_per_row(jnp.ones((2, length), jnp.int32))
     make = partial(Transformer(config).init, method="encode")
     params = jax.eval_shape(make, jax.random.key(0), source)
     program = jax.jit(jax.grad(lambda params: encode(params, source).var())).lower(params)
@@ -565,3 +566,21 @@ def test_a_token_that_no_vocabulary_has_makes_no_nan():
     model = tiny("post")
     batch = model.batch._replace(source=change(model.batch.source, (0, 0), to=99))
     assert np.isfinite(model.forward(batch)).all()
+
+
+def test_twice_as_long_a_row_takes_twice_the_memory_not_four_times():
+    """Rabe and Staats 2021: no more than a block of the weights [2 3 length length] is kept."""
+    shorter, longer = (bytes_of_a_gradient(1, False, length) for length in (384, 768))
+    assert longer < 2.2 * shorter
+
+
+def test_a_long_row_is_read_alike_whether_its_weights_are_looked_at_or_not():
+    """Blocks of queries while nobody looks, all weights at once where they are to be seen."""
+    model = Transformer(ModelConfig(**{**TINY, "num_layers": 1}))
+    ids = jnp.asarray(np.random.default_rng(0).integers(4, 11, (1, 2 * BLOCK)), jnp.int32)
+    params = model.init(jax.random.key(0), one_sentence_per_row(ids), method="encode")
+    read = partial(model.apply, params, one_sentence_per_row(ids), method="encode")
+    whole, seen = read(mutable=["intermediates"])
+    (weights,) = jax.tree.leaves(seen)
+    assert weights.shape == (1, 3, 2 * BLOCK, 2 * BLOCK)
+    assert_allclose(read(), whole, atol=1e-5)

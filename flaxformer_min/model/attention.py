@@ -60,6 +60,32 @@ batched_scaled_dot_product_attention = jax.jit(
 )
 
 
+BLOCK = 128
+"""Queries whose weights are in memory at a time, where rows are longer than that."""
+
+
+def attention_by_blocks(
+    query: Float[Array, "batch heads queries d_k"],
+    key: Float[Array, "batch heads keys d_k"],
+    value: Float[Array, "batch heads keys d_k"],
+    mask: Bool[Array, "batch queries keys"],
+) -> Float[Array, "batch heads queries d_k"]:
+    """The output of `batched_scaled_dot_product_attention`, `BLOCK` queries after the other.
+
+    Weights grow with the square of a row. Here those of one block are in memory at a time, and are
+    computed again on the way back (Rabe and Staats 2021). `BLOCK` must divide the queries.
+    """
+    parts = query.shape[2] // BLOCK
+    queries = jnp.stack(jnp.split(query, parts, axis=2))
+    masks = jnp.stack(jnp.split(mask, parts, axis=1))
+
+    @jax.checkpoint
+    def of_block(block: tuple[Array, Array]) -> Array:
+        return batched_scaled_dot_product_attention(block[0], key, value, block[1])[0]
+
+    return jnp.concatenate(jax.lax.map(of_block, (queries, masks)), axis=2)
+
+
 def fused_attention(
     query: Float[Array, "batch heads queries d_k"],
     key: Float[Array, "batch heads keys d_k"],

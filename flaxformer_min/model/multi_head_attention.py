@@ -5,7 +5,9 @@ from jaxtyping import Array, Bool, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.attention import (
+    BLOCK,
     KeyValue,
+    attention_by_blocks,
     batched_attention_weights,
     batched_weighted_sum,
     fused_attention,
@@ -54,8 +56,16 @@ class MultiHeadAttention(nn.Module):
         query = self._heads(self.query(x))
         if self.config.attention == "fused":
             gathered = fused_attention(query, attended.keys, attended.values, mask)
+        elif self._takes_blocks(query.shape[2]):
+            gathered = attention_by_blocks(query, attended.keys, attended.values, mask)
         else:
             weights = batched_attention_weights(query, attended.keys, mask)
             self.sow("intermediates", "weights", weights)
             gathered = batched_weighted_sum(self.dropout(weights), attended.values)
         return self.output(gathered.swapaxes(1, 2).reshape(x.shape))
+
+    def _takes_blocks(self, queries: int) -> bool:
+        """Whether a row is long, and nobody wants to see its weights or to drop some of them."""
+        dropping = self.config.attention_dropout and self.has_rng("dropout")
+        seen = self.is_mutable_collection("intermediates") or dropping
+        return queries > BLOCK and queries % BLOCK == 0 and not seen
