@@ -146,6 +146,18 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
     assert [process.returncode for process in both] == [143, 143], outputs
 
 
+def test_a_killed_first_process_ends_the_others_with_a_sentence():
+    """It holds what all meet at. Ours or jax's own words come first, both say what happened."""
+    with pair("-c", MEET, "stop") as both:
+        for process in both:
+            while process.stdout.readline() not in ("ready\n", ""):
+                pass
+        both[0].kill()
+        _, errors = both[1].communicate(timeout=60)
+    assert both[1].returncode in (2, -signal.SIGABRT), errors
+    assert "process 1 of 2 cannot go on" in errors or "another task died" in errors
+
+
 def test_all_processes_must_be_given_the_same(monkeypatch):
     """Else they would take different steps, and wait for one another."""
     monkeypatch.setattr(train, "gather", lambda _, mine: [mine, {**mine, "settings": "{}"}])
