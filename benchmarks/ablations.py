@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from common import cores, machine, table
 
 from flaxformer_min.files import write_atomically
+from flaxformer_min.plots import save
 from flaxformer_min.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -312,7 +313,7 @@ def write_docs(docs: Path, folder: Path, common: tuple[str, ...], steps: int, ti
         f"{title}\n\n{table_of(lines)}\n\n![BLEU and perplexity of each row](ablations.png)\n"
     )
     write_atomically(docs / "ablations.md", text)
-    draw(lines, steps).savefig(docs / "ablations.png", dpi=150)
+    save(draw(lines, steps), docs / "ablations.png")
 
 
 def read_rows(text: str, seeds: int) -> list[tuple[Row, int]]:
