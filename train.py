@@ -33,7 +33,13 @@ from flaxformer_min.data.rows import (
 )
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.devices import CompileClock, describe, keep_compiled_programs, use_cores
+from flaxformer_min.devices import (
+    CompileClock,
+    describe,
+    keep_compiled_programs,
+    keep_memory,
+    use_cores,
+)
 from flaxformer_min.evaluation import bleu, evaluate
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.processes import (
@@ -104,6 +110,7 @@ def main(arguments: list[str]) -> int:
         run = RunFolder(settings.workdir)
         config = Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config)))
         use_cores(config.data.rows_per_batch)
+        keep_memory()
         with together(settings.distributed), contextlib.ExitStack() as held:
             with first_ahead("lock"):
                 if is_first():

@@ -46,8 +46,14 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
 
 
 def _begin_group() -> None:
-    """With what it starts, such as compilers, a child is ended as one."""
+    """With what it starts, such as compilers, a child is ended as one.
+
+    Each has the memory settings that our programs have: they help the peers, too.
+    """
+    from flaxformer_min.devices import keep_memory
+
     os.setpgrp()
+    keep_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -108,3 +108,48 @@ def devices_of(chosen, cores):
         [sys.executable, "-c", script], env=environment | chosen, capture_output=True, text=True
     )
     return int(done.stdout)
+
+
+SCRIPT = """
+import mmap, resource, threading, ctypes
+from flaxformer_min.devices import keep_memory
+keep_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+size = 100 << 20
+
+def use():
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+
+def in_a_thread():
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+
+in_a_thread()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+in_a_thread()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults > size // mmap.PAGESIZE // 16)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "confstr_names") or "CS_GNU_LIBC_VERSION" not in os.confstr_names,
+    reason="no glibc: keep_memory does nothing",
+)
+@pytest.mark.parametrize("chosen, cleared", [({}, False), ({"MALLOC_ARENA_MAX": "4"}, True)])
+def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherwise(
+    chosen, cleared
+):
+    """Of any thread: a page that the kernel hands out anew is a fault."""
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment | chosen, capture_output=True, text=True
+    )
+    assert done.stdout == f"{cleared}\n", done.stderr

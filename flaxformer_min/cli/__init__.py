@@ -64,7 +64,8 @@ def _sentence(error: Exception) -> str:
 
 def _prepare_jax() -> None:
     from flaxformer_min.data.corpus import cache_folder
-    from flaxformer_min.devices import keep_compiled_programs, use_cores
+    from flaxformer_min.devices import keep_compiled_programs, keep_memory, use_cores
 
     use_cores()
+    keep_memory()
     keep_compiled_programs(cache_folder())
