@@ -5,7 +5,7 @@ token is, and says which of them end now and how the others go on. One loop asks
 choice, and keeps the best that ended, until nothing that is still live can be better.
 
 Finished hypotheses stand apart from live ones, so they never take a place in the beam. One that is
-not there (all but one at the start; a sample that has ended) has log-probability -inf.
+not there (given up, or a sample that has ended) has log-probability -inf.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ Cache = Any
 
 Step = Callable[[Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]]
 """Reads one token of each hypothesis; gives the logits (float32) of the next one, and the cache
-with the token in it. Log-probabilities are logits too."""
+with the token in it. Log-probabilities are logits too. A beam search begins with one hypothesis, so
+its first call has one token a sentence; logits of others are not looked at."""
 
 Grow = Callable[[Cache, int], Cache]
 """Gives the cache of a search room for so many new tokens in all."""
@@ -141,16 +142,18 @@ def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, 
 
 
 def best_words(
-    base: Float[Array, " beam"], logits: Float[Array, "beam vocab"]
-) -> tuple[Float[Array, " beam"], Int[Array, " beam"], Int[Array, " beam"]]:
-    """The `beam` likeliest of all hypotheses with one more word: log_prob, parent, token.
+    base: Float[Array, " beam"], logits: Float[Array, "beam vocab"], count: int
+) -> tuple[Float[Array, " best"], Int[Array, " best"], Int[Array, " best"]]:
+    """The `count` likeliest of all hypotheses with one more word: log_prob, parent, token.
+
+    Where there are fewer words, the rest has log_prob -inf.
 
     Just what `lax.top_k` of all sums would give, ties included (lower parent first, then lower
     token), in a fifth of its time on a CPU: no word of a block can be among the best k when k other
     blocks have better maxima, and maxima are quick. Only k blocks are then looked at word by word.
 
     >>> logits = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
-    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), logits)
+    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), logits, 2)
     >>> parent, token
     (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
     """
@@ -168,14 +171,17 @@ def best_words(
     # Rounding keeps order, so the sum of a maximum is the maximum of the sums.
     maxima = joint(jnp.broadcast_to(base[:, None], maxima.shape), maxima)
     # In the order of the table, so that a tie is still won by the lower parent, then token.
-    block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), beam)[1])
+    block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), min(count, maxima.size))[1])
     parent = jnp.repeat(block // maxima.shape[1], size)
     start = block % maxima.shape[1] * size
     token = (start[:, None] + jnp.arange(size)[None, :]).reshape(-1)
     within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
     within = jnp.where(token >= FIRST_WORD, within, -jnp.inf)
-    best, place = jax.lax.top_k(joint(base[parent], within), beam)
-    return best, parent[place], jnp.where(best > -jnp.inf, token[place], PAD)
+    best, place = jax.lax.top_k(joint(base[parent], within), min(count, within.size))
+    token = jnp.where(best > -jnp.inf, token[place], PAD)
+    missing = 0, count - best.size
+    best = jnp.pad(best, missing, constant_values=-jnp.inf)
+    return best, jnp.pad(parent[place], missing), jnp.pad(token, missing, constant_values=PAD)
 
 
 def choose_beam(
@@ -184,6 +190,8 @@ def choose_beam(
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: None = None,
+    *,
+    beam_size: int,
 ) -> Choice:
     """The likeliest continuations by a word go on; an EOS that is as likely as these ends.
 
@@ -192,7 +200,7 @@ def choose_beam(
     truncated sentence the best.
     """
     ended = jnp.where(may_end, joint(base, logits[:, EOS]), -jnp.inf)
-    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, base), logits)
+    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, base), logits, beam_size)
     # min() and not [-1]: XLA's quick top_k turns into a full sort where a slice of it is taken.
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
@@ -205,7 +213,7 @@ def choose_greedy(
     key: None = None,
 ) -> Choice:
     """The likeliest token. A beam of one that stops at its first EOS."""
-    choice = choose_beam(base, logits, may_end, must_end)
+    choice = choose_beam(base, logits, may_end, must_end, beam_size=1)
     return choice._replace(log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, choice.log_prob))
 
 
@@ -293,7 +301,7 @@ def extend(
     choose: Callable[..., Choice],
     alpha: float,
     min_length: int,
-) -> tuple[Live, Hypotheses, Int[Array, " beam"]]:
+) -> tuple[Live, Hypotheses, Int[Array, " next"]]:
     """One step of any search, for one sentence, which chooses new token `index`.
 
     Gives the hypotheses that go on, those kept, and the parent of each that goes on.
@@ -375,10 +383,10 @@ def search(
     """
     _check_search(steps, beam_size, n_best, length_penalty, min_length)
     _check_sampling(sampling, key)
-    choose = choose_greedy if beam_size == 1 else choose_beam
+    crossing = beam_size > 1 and sampling is None
+    choose = partial(choose_beam, beam_size=beam_size) if crossing else choose_greedy
     if sampling is not None:
         choose = partial(choose_random, sampling=sampling)
-    crossing = choose is choose_beam
     rules = {"choose": choose, "alpha": length_penalty, "min_length": min_length}
     extend_all = jax.vmap(partial(extend, **rules), in_axes=(0, 0, 0, 0, None))
     limit = jnp.clip(max_length - prefix.length, 1, steps)
@@ -390,6 +398,7 @@ def search(
     def advance(state):
         index, live, kept, cache = state
         logits, cache = step(live.token, cache)
+        logits = logits[:, : live.token.shape[1]]
         _check_vocabulary(logits.shape[-1])
         live, kept, parents = extend_all(live, kept, logits, rows, index)
         return index + 1, live, kept, reorder(cache, parents) if crossing else cache
@@ -413,23 +422,22 @@ def search(
             state,
         )
 
-    state = jnp.int32(0), *_begin(prefix, steps, beam_size, n_best, crossing), cache
+    # Where hypotheses compete, there is but one to begin with: others would be the same again.
+    first = 1 if crossing else beam_size
+    state = jnp.int32(0), *_begin(prefix, steps, first, n_best), cache
+    if crossing:
+        state = advance(state)
     return go_on([room for room in rooms if room < steps], state)
 
 
-def _begin(
-    prefix: Prefix, steps: int, beam_size: int, n_best: int, crossing: bool
-) -> tuple[Live, Hypotheses]:
-    """Nothing written, nothing kept. Where hypotheses compete, only the first may begin: the others
-    would be the same one again."""
+def _begin(prefix: Prefix, steps: int, live: int, n_best: int) -> tuple[Live, Hypotheses]:
+    """Nothing written, nothing kept."""
     batch = prefix.last.shape[0]
-    token = jnp.broadcast_to(prefix.last[:, None], (batch, beam_size))
-    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, beam_size))
-    if crossing:
-        log_prob = log_prob.at[:, 1:].set(-jnp.inf)
+    token = jnp.broadcast_to(prefix.last[:, None], (batch, live))
+    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, live))
     nothing = jnp.full((batch, n_best), -jnp.inf)
     kept = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
-    return Live(token, log_prob, jnp.full((batch, beam_size, steps), PAD, jnp.int32)), kept
+    return Live(token, log_prob, jnp.full((batch, live, steps), PAD, jnp.int32)), kept
 
 
 def _check_search(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ LENGTHS = (12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768,
 
 BATCHES = (1, 8, 64)
 """Sentences a batch is padded to, on each device; the configured batch size is the last."""
+
+ON_ONE_CORE = {"xla_cpu_multi_thread_eigen": False}
+"""How XLA is to compile what runs beside other batches: without threads of its own."""
 
 PLACES = 64 * 128
 """Source tokens a batch may hold at most: longer sentences come in smaller batches."""
@@ -89,9 +93,10 @@ class Options:
 class Translator:
     """A model, or several that decide together, and the tokenizers of their languages.
 
-    All devices of this machine are used. What is said of a line does not depend on the lines beside
-    it. `compilations` counts the programs compiled so far, `steps` names the checkpoints it was
-    loaded from.
+    All devices of this machine are used: a batch is split among its accelerators, while on a CPU
+    each core that jax made a device has a batch of its own and waits for no other. What is said of
+    a line does not depend on the lines beside it. `compilations` counts the programs compiled so
+    far, `steps` names the checkpoints it was loaded from.
 
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model that knows
     the ten digits answers with digits, and leaves an empty line empty:
@@ -122,11 +127,13 @@ class Translator:
         ]
         self.source_tokenizer, self.target_tokenizer = tokenizers
         self.decoding = decoding or DecodingConfig()
-        self.devices = jax.local_devices()
+        devices = jax.local_devices()
+        on_cpu = devices[0].platform == "cpu"
+        # Cores share one device: its program is compiled once, and weights lie in the cache once.
+        self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
         self.compilations = 0
         self.steps: list[int] = []
         self._programs: dict[Any, Callable] = {}
-        self._shapes: set = set()
         self.use_params(params)
 
     @classmethod
@@ -212,24 +219,17 @@ class Translator:
         forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         wanted = [number for number, line in enumerate(lines) if line.strip()]
-        waiting: list[tuple[list[int], Hypotheses]] = []
+        lengths = [len(ids) for ids in sources]
 
-        def read(batch: list[int], found: Hypotheses) -> None:
-            found = _gathered(found)
+        def search(batch: list[int]) -> Callable[[], Hypotheses]:
+            lines = [first_line + i for i in batch]
+            return self._search(
+                [sources[i] for i in batch], [forced[i] for i in batch], lines, options
+            )
+
+        for batch, found in self._run_all(search, self._batches(wanted, lengths), stop):
             for row, number in enumerate(batch):
                 results[number] = self._readable(found, row, forced[number])
-
-        for batch in self._batches(wanted, [len(ids) for ids in sources]):
-            if stop():
-                raise KeyboardInterrupt
-            found = self._search([sources[i] for i in batch], [forced[i] for i in batch],
-                                 [first_line + i for i in batch], options)  # fmt: skip
-            # A batch is read while the devices search the next one.
-            waiting.append((batch, found))
-            if len(waiting) > 1:
-                read(*waiting.pop(0))
-        for each in waiting:
-            read(*each)
         return results
 
     def score(
@@ -253,13 +253,15 @@ class Translator:
         targets = self._cut(encoded[1], "target line", first_line, warn)
         results: list[PairScore | None] = [None] * len(pairs)
         lengths = [max(len(a), len(b)) for a, b in zip(sources, targets, strict=True)]
-        for batch in self._batches(range(len(pairs)), lengths):
-            if stop():
-                raise KeyboardInterrupt
+
+        def score(batch: list[int]) -> Callable[[], np.ndarray]:
             rows = self._rows(len(batch))
             source = _padded([sources[i] for i in batch], rows, LENGTHS)
             target = _padded([targets[i] for i in batch], rows, LENGTHS)
-            log_probs = _gathered(self._run("score", _score, source, target))
+            return self._program("score", _score, source, target)
+
+        batches = self._batches(range(len(pairs)), lengths)
+        for batch, log_probs in self._run_all(score, batches, stop):
             for row, number in enumerate(batch):
                 ids = targets[number]
                 of_row = log_probs[row, : len(ids)].astype(float).tolist()
@@ -331,23 +333,50 @@ class Translator:
         return forced
 
     def _batches(self, numbers: Sequence[int], lengths: list[int]) -> Iterator[list[int]]:
-        """Longest first, so that sentences of about one length share a batch."""
+        """Longest first, so that sentences of about one length share a batch.
+
+        Few sentences are shared out among the cores; a batch that is not full costs as much.
+        """
         waiting = sorted(numbers, key=lambda number: (-lengths[number], number))
+        share = self._rows(-(-len(waiting) // self.cores))
         while waiting:
-            longest = _bucket(lengths[waiting[0]], LENGTHS)
-            size = min(self.decoding.batch_size, max(PLACES // longest, 1)) * len(self.devices)
+            most = max(PLACES // _bucket(lengths[waiting[0]], LENGTHS), 1) * len(self.devices)
+            size = min(share, most)
             yield waiting[:size]
             waiting = waiting[size:]
+
+    def _run_all(
+        self,
+        prepare: Callable[[list[int]], Callable[[], Any]],
+        batches: Iterable[list[int]],
+        stop: Callable[[], bool],
+    ) -> Iterator[tuple[list[int], Any]]:
+        """Each batch and what its prepared program gives; the next ones run while it is read."""
+        waiting: list[tuple[list[int], Future]] = []
+        pool = ThreadPoolExecutor(self.cores)
+        try:
+            for batch in batches:
+                if stop():
+                    raise KeyboardInterrupt
+                waiting.append((batch, pool.submit(prepare(batch))))
+                if len(waiting) > self.cores:
+                    batch, running = waiting.pop(0)
+                    yield batch, running.result()
+            for batch, running in waiting:
+                yield batch, running.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _rows(self, sentences: int) -> int:
         """Rows a batch is padded to: a few sizes on each device."""
         full = self.decoding.batch_size
         sizes = [*(size for size in BATCHES if size < full), full]
-        return _bucket(-(-sentences // len(self.devices)), sizes) * len(self.devices)
+        each = min(-(-sentences // len(self.devices)), full)
+        return _bucket(each, sizes) * len(self.devices)
 
     def _search(
         self, sources: list[list[int]], forced: list[list[int]], lines: list[int], options: Options
-    ) -> Hypotheses:
+    ) -> Callable[[], Hypotheses]:
         rows = self._rows(len(sources))
         source = _padded(sources, rows, LENGTHS)
         # Left out where nobody has one: an array of no size crashes the compiler of jax 0.11.
@@ -356,31 +385,36 @@ class Translator:
         limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
         numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
         program = partial(_search, options=options)
-        return self._run(options, program, source, np.array(limit, np.int32), numbers, *prefix)
+        return self._program(options, program, source, np.array(limit, np.int32), numbers, *prefix)
 
-    def _run(self, name: Any, program: Callable, *arrays: np.ndarray) -> Any:
-        """Start a program on all devices, rows split between them; see `_gathered`."""
+    def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
+        """A program that is compiled for these arrays, whose rows are split between all devices."""
         devices = len(self.devices)
-        shape = (name, *(array.shape for array in arrays))
-        if shape not in self._shapes:
-            self._shapes.add(shape)
-            self.compilations += 1
-        key = name, len(arrays)
-        if key not in self._programs:
-            in_axes = (None, *[0] * len(arrays))
-            self._programs[key] = jax.pmap(
-                partial(program, self.models), "devices", in_axes=in_axes, devices=self.devices
-            )
         split = [
             array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
         ]
+        shape = (name, *(array.shape for array in arrays))
+        if shape not in self._programs:
+            self._programs[shape] = self._compiled(partial(program, self.models), split)
+            self.compilations += 1
+
+        def run() -> Any:
+            result = jax.device_get(self._programs[shape](self.params, *split))
+            return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
+
+        return run
+
+    def _compiled(self, program: Callable, arrays: list[np.ndarray]) -> Callable:
+        in_axes = (None, *[0] * len(arrays))
+        mapped = jax.pmap(program, "devices", in_axes=in_axes, devices=self.devices)
         try:
-            return self._programs[key](self.params, *split)
+            lowered = mapped.lower(self.params, *arrays)
         except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
             raise ValueError(
                 "settings, tokenizers and checkpoint must be those of one run; "
                 f"{str(error).partition(' (http')[0]} Copy back the files that were made together."
             ) from error
+        return lowered.compile(ON_ONE_CORE if self.cores > 1 else None)
 
     def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
         return [
@@ -394,12 +428,6 @@ class Translator:
         ] or [Translation("", float("-inf"), float("-inf"))]
 
 
-def _gathered(result: Any) -> Any:
-    """What a program gave, when it is done: the rows of all devices one after another."""
-    result = jax.device_get(result)
-    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
-
-
 def _search(
     models, params, source, max_length, lines, prefix=None, *, options: Options
 ) -> Hypotheses:
@@ -408,8 +436,11 @@ def _search(
         prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
     width = source.shape[1]
     steps = width + options.max_extra_tokens
-    # Attention looks at all the room there is; few translations need more than the second.
-    rooms = [room for room in (width // 2, width + width // 8 + 4) if room < steps]
+    # Attention looks at all the room there is; few translations need more than this. Of a short
+    # source half the room is not worth its compiling, nor the copy of what lies in it.
+    rooms = [width + width // 8 + 4]
+    if width > 32:
+        rooms = [width // 2, *rooms]
     tokens = one_sentence_per_row(source)
     memories, caches, forced = [], [], []
     for model, weights in zip(models, params, strict=True):

@@ -139,22 +139,20 @@ class Transformer(nn.Module):
         """Scores for what follows `tokens`, the newest token of each hypothesis.
 
         The hypotheses of a sentence stand where in training its tokens stand: they are the queries
-        of one attention over what any of them has written, and the mask keeps them apart.
+        of one attention over what any of them has written, and the mask keeps them apart. There may
+        be fewer of them than the cache has room for.
         """
-        beam = tokens.shape[1]
-        slots = jnp.arange(beam)
-        newest = jnp.broadcast_to(slots[None, :, None], (*tokens.shape, 1))
-        ancestors = jax.lax.dynamic_update_slice_in_dim(
-            cache.ancestors, newest, cache.column, axis=2
-        )
+        slots = jnp.arange(cache.ancestors.shape[1])
+        newest = jnp.broadcast_to(slots[None, : tokens.shape[1], None], (*tokens.shape, 1))
+        ancestors = jax.lax.dynamic_update_slice(cache.ancestors, newest, (0, 0, cache.column))
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
         x, written = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
             memory.keys_values,
-            batched_ancestor_mask(ancestors, slots),
+            batched_ancestor_mask(ancestors[:, : tokens.shape[1]], slots),
             batched_segment_mask(jnp.ones_like(tokens), memory.segments),
             cache.written,
-            cache.column * beam,
+            cache.column * slots.size,
         )
         cache = Cache(written, ancestors, cache.column + 1, cache.positions + 1)
         return self.logits(x), cache
