@@ -42,7 +42,8 @@ def start(cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "train.py", "--workdir", str(Path(scratch) / "run")]
         command += ["--training.steps", "2", "--training.validation-sentences", "0"]
-        command += ["--training.cooldown-steps", "0"]
+        command += ["--training.cooldown-steps", "0", "--decoding.beam-size", "1"]
+        command += ["--decoding.max-extra-tokens", "1"]
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -231,7 +231,9 @@ class _SideWriter:
         self._stem, self._tokenizer = folder / name, tokenizer
         self._row_length, self._ways = row_length, ways
         self._file = files.enter_context(open(f"{self._stem}.bin", "wb"))
-        self._lengths, self._counts, self._log_probs = ([np.zeros(0)] for _ in range(3))
+        # Of the files' own types: these are what grows in memory, eight bytes a sentence.
+        self._lengths, self._counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+        self._log_probs = [np.zeros(0, np.float32)]
         self._of_piece = tokenizer.log_probs() if ways > 1 else np.zeros(0)
 
     def write(self, encoded: list[list[int]], texts: list[str]) -> None:
@@ -242,17 +244,17 @@ class _SideWriter:
         flat = [ids for each in cuts for ids in each]
         ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
         ids.tofile(self._file)
-        self._lengths.append(np.array(lengths))
-        self._counts.append(np.array(list(map(len, cuts))))
+        self._lengths.append(np.array(lengths, np.int32))
+        self._counts.append(np.array(list(map(len, cuts)), np.int32))
         if self._ways > 1 and flat:
             starts = np.cumsum(lengths) - lengths
-            self._log_probs.append(np.add.reduceat(self._of_piece[ids], starts))
+            of_way = np.add.reduceat(self._of_piece[ids], starts)
+            self._log_probs.append(of_way.astype(np.float32))
 
     def finish(self) -> None:
-        np.save(f"{self._stem}_lengths.npy", np.concatenate(self._lengths).astype(np.int32))
-        np.save(f"{self._stem}_counts.npy", np.concatenate(self._counts).astype(np.int32))
-        log_probs = np.concatenate(self._log_probs).astype(np.float32)
-        np.save(f"{self._stem}_log_probs.npy", log_probs)
+        np.save(f"{self._stem}_lengths.npy", np.concatenate(self._lengths))
+        np.save(f"{self._stem}_counts.npy", np.concatenate(self._counts))
+        np.save(f"{self._stem}_log_probs.npy", np.concatenate(self._log_probs))
 
 
 def _map_side(folder: Path, side: str) -> Ways:

@@ -1,0 +1,69 @@
+"""Which phrases the default job gets right, kind by kind.
+
+    python benchmarks/phrases.py runs/cldr_en_ko --json phrases.json
+
+Translates a split of the embedded corpus with a run that was trained on it, and counts the phrases
+that come out exactly as CLDR writes them: one row for each kind of phrase. Every one that does not
+is printed, for a person to say why.
+"""
+
+import argparse
+import collections
+from pathlib import Path
+from typing import Any
+
+from common import machine, report
+
+
+def main() -> None:
+    """Translate, and print what was missed and one table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", help="folder of a run with a corpus `cldr:...`")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+
+    from flaxformer_min import Translator
+    from flaxformer_min.data.cldr import phrases
+    from flaxformer_min.devices import keep_memory, use_cores
+    from flaxformer_min.run_folder import RunFolder
+
+    use_cores()
+    keep_memory()
+    data = RunFolder(args.run).config().data
+    if not data.corpus.startswith("cldr:"):
+        parser.error(f"the run must have learned a corpus `cldr:...`; got {data.corpus}.")
+    asked = phrases(*data.languages.split("-"), args.split)
+    found = Translator.load(args.run).translate([phrase.source for phrase in asked])
+    for phrase, text in zip(asked, found, strict=True):
+        if text != phrase.target:
+            print(f"{phrase.kind}: {phrase.source}\n    {text}\n   ({phrase.target})")
+    title = f"Phrases of {data.corpus}, {args.split}, that {args.run} gets right; {machine('jax')}"
+    report(title, rows_of([phrase.kind for phrase in asked], matches(asked, found)), args.json)
+
+
+def matches(asked: list[Any], found: list[str]) -> list[bool]:
+    """Which translations are exactly those of the corpus."""
+    return [phrase.target == text for phrase, text in zip(asked, found, strict=True)]
+
+
+def rows_of(kinds: list[str], right: list[bool]) -> list[dict[str, Any]]:
+    """A row a kind, without what follows its colon, most missed first; then all together.
+
+    >>> rows_of(["date:full", "date:yM", "money:USD"], [False, True, True])[0]
+    {'kind': 'date', 'phrases': 2, 'missed': 1, 'right, %': 50.0}
+    """
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for kind, is_right in zip(kinds, right, strict=True):
+        for name in (kind.partition(":")[0], "all"):
+            counts[name][0] += 1
+            counts[name][1] += not is_right
+    ordered = sorted(counts.items(), key=lambda item: (item[0] == "all", -item[1][1], item[0]))
+    return [
+        {"kind": kind, "phrases": n, "missed": missed, "right, %": 100 * (1 - missed / n)}
+        for kind, (n, missed) in ordered
+    ]
+
+
+if __name__ == "__main__":
+    main()
