@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -256,6 +257,20 @@ def test_nothing_is_compiled_twice_for_the_same_shapes(run):
     before = translator.compilations
     translator.translate(lines[::-1])
     assert 1 < translator.compilations == before <= len(padded_to)
+
+
+def test_each_core_searches_a_batch_of_its_own(run, expected):
+    """Two devices, two batches: each waits until the other has begun, too."""
+    translator, both = Translator.load(run), threading.Barrier(2, timeout=60)
+    prepare = translator._search
+
+    def meeting(*arguments):
+        search = prepare(*arguments)
+        return lambda: (both.wait(), search())[1]
+
+    translator._search = meeting
+    found = translator.hypotheses(mixed_lines(200)[:16], translator.options())
+    assert_same(found, expected[:16])
 
 
 def test_the_translator_restores_what_was_trained(run, translator):

@@ -438,9 +438,8 @@ def _search(
     steps = width + options.max_extra_tokens
     # Attention looks at all the room there is; few translations need more than this. Of a short
     # source half the room is not worth its compiling, nor the copy of what lies in it.
-    rooms = [width + width // 8 + 4]
-    if width > 32:
-        rooms = [width // 2, *rooms]
+    rooms = [width // 2] * (width > 32) + [width + width // 8 + 4]
+    rooms = [room for room in rooms if room < steps]
     tokens = one_sentence_per_row(source)
     memories, caches, forced = [], [], []
     for model, weights in zip(models, params, strict=True):
