@@ -35,16 +35,12 @@ def main() -> None:
         parser.error(f"the run must have learned a corpus `cldr:...`; got {data.corpus}.")
     asked = phrases(*data.languages.split("-"), args.split)
     found = Translator.load(args.run).translate([phrase.source for phrase in asked])
-    for phrase, text in zip(asked, found, strict=True):
-        if text != phrase.target:
+    right = [phrase.target == text for phrase, text in zip(asked, found, strict=True)]
+    for phrase, text, is_right in zip(asked, found, right, strict=True):
+        if not is_right:
             print(f"{phrase.kind}: {phrase.source}\n    {text}\n   ({phrase.target})")
     title = f"Phrases of {data.corpus}, {args.split}, that {args.run} gets right; {machine('jax')}"
-    report(title, rows_of([phrase.kind for phrase in asked], matches(asked, found)), args.json)
-
-
-def matches(asked: list[Any], found: list[str]) -> list[bool]:
-    """Which translations are exactly those of the corpus."""
-    return [phrase.target == text for phrase, text in zip(asked, found, strict=True)]
+    report(title, rows_of([phrase.kind for phrase in asked], right), args.json)
 
 
 def rows_of(kinds: list[str], right: list[bool]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 MOST_CPU_DEVICES = 8
-"""Each holds parameters of its own, and a batch of its own in decoding."""
+"""Each holds parameters of its own in training, and makes one more batch at a time in decoding."""
 
 KEEPING = ((-8, 1), (-4, 0), (-1, -1))
 """For glibc's mallopt: M_ARENA_MAX, one heap for all threads, for only the first can grow without
@@ -21,8 +21,8 @@ end; M_MMAP_MAX, no block outside of it; M_TRIM_THRESHOLD, which never shrinks."
 def use_cores(rows: int = 0) -> None:
     """Make every core of a CPU a device of its own, or fewer that divide `rows`, if any, evenly.
 
-    XLA leaves cores idle within small programs: on two cores, two devices decode 1.6 times and
-    train 1.3 times as fast as one. To be called before jax computes anything; then, or where the
+    XLA leaves cores idle within small programs: on two cores, two devices train 1.3 times as
+    fast as one, and decoding takes a batch for each. To be called before jax computes anything; then, or where the
     user chose a number of devices, it does nothing. Accelerators are not affected.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
