@@ -21,9 +21,9 @@ end; M_MMAP_MAX, no block outside of it; M_TRIM_THRESHOLD, which never shrinks."
 def use_cores(rows: int = 0) -> None:
     """Make every core of a CPU a device of its own, or fewer that divide `rows`, if any, evenly.
 
-    XLA leaves cores idle within small programs: on two cores, two devices train 1.3 times as
-    fast as one, and decoding takes a batch for each. To be called before jax computes anything; then, or where the
-    user chose a number of devices, it does nothing. Accelerators are not affected.
+    XLA leaves cores idle within small programs: on two cores, two devices train 1.3 times as fast
+    as one, and decoding takes a batch for each. To be called before jax computes anything; then, or
+    where the user chose a number of devices, it does nothing. Accelerators are not affected.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
