@@ -4,13 +4,16 @@ Without arguments it learns to translate embedded English phrases into Korean. A
 gone on with. Every setting is listed by --help.
 """
 
+import time
+
+STARTED = time.perf_counter()  # before the imports, for a user waits for them too
+
 import contextlib
 import dataclasses
 import itertools
 import runpy
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,6 @@ from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.profile import Profile
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
-STARTED = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
 
 
@@ -217,16 +219,33 @@ def open_split(config: Config, split: str) -> Any:
 
 
 def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> None:
-    """Train one tokenizer on both languages, or one on each, on an even sample of the pairs."""
-    stride = -(-len(pairs) // config.data.tokenizer_sample)
-    sample = pairs[::stride]
-    sizes = config.model.source_vocab_size, config.model.vocab_size
-    say(f"Training the tokenizer on {len(sample):,} pairs.")
+    """One tokenizer of both languages, or one of each, learned from an even sample of the pairs.
+
+    From the cache if they were learned before.
+    """
+    data, model = config.data, config.model
+    stride = -(-len(pairs) // data.tokenizer_sample)
+    text = fingerprint(data.corpus, "train", data.languages, **where(config))
+
+    def learn(path: Path, vocab_size: int, sides: tuple[int, ...]) -> None:
+        def lines() -> Iterator[str]:
+            sample = pairs[::stride]
+            say(f"Training the tokenizer on {len(sample):,} pairs.")
+            yield from (pair[side] for pair in sample for side in sides)
+
+        train_tokenizer(
+            lines(),
+            vocab_size,
+            path,
+            cache=cache_folder(data.cache_dir),
+            fingerprint=f"{text} {stride} {sides}",
+        )
+
     if paths[0] == paths[1]:
-        train_tokenizer((text for pair in sample for text in pair), sizes[1], paths[0])
+        learn(paths[0], model.vocab_size, (0, 1))
         return
-    for side, path in enumerate(paths):
-        train_tokenizer((pair[side] for pair in sample), sizes[side], path)
+    for side, vocab_size in enumerate((model.source_vocab_size, model.vocab_size)):
+        learn(paths[side], vocab_size, (side,))
 
 
 def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPairs:

@@ -159,6 +159,23 @@ def test_the_same_lines_give_the_same_bytes(tokenizer, tmp_path):
     assert other != tokenizer and other.fingerprint != tokenizer.fingerprint
 
 
+def test_what_was_learned_once_is_taken_from_the_cache_and_no_line_is_asked_for(tmp_path, caplog):
+    def unread():
+        raise AssertionError("a line was asked for")
+        yield
+
+    kept = {"cache": tmp_path / "cache", "fingerprint": "these lines"}
+    small = ["hello world"] * 5
+    first = train_tokenizer(small, 5_000, tmp_path / "first", **kept)
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        again = train_tokenizer(unread(), 5_000, tmp_path / "again", **kept)
+    assert again == first and (tmp_path / "again").read_bytes() == first.model
+    assert "The corpus carries a vocabulary" in caplog.messages[0], "each run is told"
+    for vocab_size, changed in ((4_000, {}), (5_000, {"fingerprint": "others"})):
+        with pytest.raises(AssertionError, match="a line was asked for"):
+            train_tokenizer(unread(), vocab_size, tmp_path / "other", **{**kept, **changed})
+
+
 def test_a_tokenizer_is_pickled(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy == tokenizer and hash(copy) == hash(tokenizer)

@@ -26,6 +26,24 @@ SPACE = "\u2581"
 
 SPECIAL_IDS = {"PAD": PAD, "UNK": UNK, "BOS": BOS, "EOS": EOS}
 
+TRAINING = {
+    "hard_vocab_limit": False,
+    "model_type": "unigram",
+    "pad_id": PAD,
+    "unk_id": UNK,
+    "bos_id": BOS,
+    "eos_id": EOS,
+    "byte_fallback": True,
+    "character_coverage": 0.9995,
+    "split_digits": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "max_sentence_length": 16_384,
+    "num_threads": 4,  # fixed, because the sums of the EM steps, and so the bytes, depend on it
+    "minloglevel": 2,
+}
+"""How SentencePiece learns pieces."""
+
 
 class Tokenizer:
     """A trained vocabulary. It can be pickled and compared; both go by the model's bytes.
@@ -150,25 +168,36 @@ class Tokenizer:
         return Tokenizer, (self.model,)
 
 
-def train_tokenizer(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+def train_tokenizer(
+    lines: Iterable[str],
+    vocab_size: int,
+    path: str | Path,
+    *,
+    cache: Path | None = None,
+    fingerprint: str = "",
+) -> Tokenizer:
     """Learn a vocabulary from lines of both languages, write it to `path` and return it.
 
     Digits are pieces of their own, so that numbers are copied and not memorised. The same lines
     give the same bytes. The file appears whole or not at all. Empty lines do not matter; a line of
     more than 16 kB is left out.
 
+    In the folder `cache`, if one is given, it is kept under `fingerprint`, which names the lines:
+    next time it is taken from there, and no line is asked for.
+
     A corpus with too few words for `vocab_size` gets the largest vocabulary it carries, and a
     warning of the logger "flaxformer_min" says so. Raises ValueError if there is no text, or more
     characters than `vocab_size` has room for.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch, "model")
-        with model.open("wb") as file:
-            try:
-                _train(lines, vocab_size, file)
-            except RuntimeError as error:
-                raise ValueError(_why_not(str(error), vocab_size)) from error
-        tokenizer = Tokenizer(model.read_bytes(), path)
+    parts = (fingerprint, vocab_size, TRAINING, sentencepiece.__version__)
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+    kept = cache and cache / "tokenizers" / f"{name}.model"
+    if kept and kept.exists():
+        tokenizer = Tokenizer.load(kept)
+    else:
+        tokenizer = _train(lines, vocab_size, path)
+        if kept:
+            write_atomically(kept, tokenizer.model)
     if tokenizer.vocab_size < vocab_size:
         LOGGER.warning(
             "The corpus carries a vocabulary of %d pieces; %d were asked for.",
@@ -179,27 +208,23 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int, path: str | Path) -> 
     return tokenizer
 
 
-def _train(lines: Iterable[str], vocab_size: int, file) -> None:
-    sentencepiece.SentencePieceTrainer.train(
-        # A line break must be in no piece: see Tokenizer. NUL is one that nobody types.
-        sentence_iterator=(part for line in lines for part in re.split("[\n\0]", line) if part),
-        model_writer=file,
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        model_type="unigram",
-        pad_id=PAD,
-        unk_id=UNK,
-        bos_id=BOS,
-        eos_id=EOS,
-        byte_fallback=True,
-        character_coverage=0.9995,
-        split_digits=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        max_sentence_length=16_384,
-        num_threads=4,  # fixed, because the sums of the EM steps, and so the bytes, depend on it
-        minloglevel=2,
-    )
+def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch, "model")
+        with model.open("wb") as file:
+            try:
+                sentencepiece.SentencePieceTrainer.train(
+                    # A line break must be in no piece: see Tokenizer. Nobody types a NUL.
+                    sentence_iterator=(
+                        part for line in lines for part in re.split("[\n\0]", line) if part
+                    ),
+                    model_writer=file,
+                    vocab_size=vocab_size,
+                    **TRAINING,
+                )
+            except RuntimeError as error:
+                raise ValueError(_why_not(str(error), vocab_size)) from error
+        return Tokenizer(model.read_bytes(), path)
 
 
 def _why_not(error: str, vocab_size: int) -> str:
