@@ -1,5 +1,6 @@
 """Rows: what is read is delivered, once an epoch, wherever one cuts."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -105,6 +106,29 @@ def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
         assert last > first
         assert source[plan.pairs[first:last]].sum() <= ROWS[0]
         assert target[plan.pairs[first:last]].sum() <= ROWS[1]
+
+
+def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
+    pairs = [("a" * (1 + i % 5), "u" * (1 + i % 7)) for i in range(60)]
+    first = single_pass(encode(pairs, tmp_path), ROWS, 8)
+    planned = TrainingRows(encode(pairs, tmp_path), ROWS, 8, seed=1).epoch(1)
+    other = single_pass(encode(pairs, tmp_path), (16, 16), 8)
+    assert len(other) < len(first), "wider rows are fewer"
+
+    def no_search(*_):
+        raise AssertionError("looked for a packing again")
+
+    monkeypatch.setattr("flaxformer_min.data.rows._pack_shapes", no_search)
+    again = encode(pairs, tmp_path)
+    for kept, fresh in (
+        (single_pass(again, ROWS, 8), first),
+        (single_pass(again, (16, 16), 8), other),
+        (TrainingRows(again, ROWS, 8, seed=1).epoch(1), planned),
+    ):
+        assert np.array_equal(kept.plan.pairs, fresh.plan.pairs)
+        assert np.array_equal(kept.plan.starts, fresh.plan.starts)
+    with pytest.raises(AssertionError, match="again"):
+        dataclasses.replace(again, drawn=(0.5, (1, 0))).packing(ROWS)
 
 
 def test_packing_finds_a_perfect_fit_where_there_is_one():

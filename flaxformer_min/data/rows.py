@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import grain
 import numpy as np
 
+from flaxformer_min.files import write_atomically
 from flaxformer_min.tokens import Batch, Tokens
 
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
@@ -135,6 +136,22 @@ class EncodedPairs:
         The smaller `alpha`, the more alike all ways; the same `seed` draws the same.
         """
         return EncodedPairs.load(self.folder, (alpha, seed))
+
+    def packing(self, row_lengths: tuple[int, int]) -> "Packing":
+        """How the pairs fit such rows: see `pack`. Kept beside them for the next start.
+
+        That of `resample` is not kept, for each epoch draws another.
+        """
+        lengths = self.source.lengths, self.target.lengths
+        if self.drawn:
+            return pack(*lengths, row_lengths)
+        file = self.folder / f"packing_{row_lengths[0]}_{row_lengths[1]}.json"
+        if file.exists():
+            return Packing(_shapes(*lengths)[0], json.loads(file.read_text()))
+        packing = pack(*lengths, row_lengths)
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            write_atomically(file, json.dumps(packing.groups))
+        return packing
 
     @classmethod
     def load(
@@ -313,12 +330,19 @@ def pack(
     >>> [plan.pairs[a:b].tolist() for a, b in zip(plan.starts, plan.starts[1:])]
     [[1], [0, 2]]
     """
-    base = max(row_lengths) + 1
+    number, sizes, counts = _shapes(source_lengths, target_lengths)
+    return Packing(number, _pack_shapes(sizes, counts, np.array(row_lengths)))
+
+
+def _shapes(
+    source_lengths: np.ndarray, target_lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The number of each pair's shape, the two lengths of each shape, and its pairs."""
+    base = target_lengths.max() + 1
     shapes, number, counts = np.unique(
         source_lengths * base + target_lengths, return_inverse=True, return_counts=True
     )
-    sizes = np.stack(np.divmod(shapes, base), axis=1)
-    return Packing(number, _pack_shapes(sizes, counts, np.array(row_lengths)))
+    return number, np.stack(np.divmod(shapes, base), axis=1), counts
 
 
 def _pack_shapes(
@@ -339,7 +363,7 @@ def _pack_shapes(
             used, times = np.unique(pattern, return_counts=True)
             count = int((counts[used] // times).min())
             counts[used] -= count * times
-            groups.append((pattern, count))
+            groups.append((list(map(int, pattern)), count))
     return groups
 
 
@@ -485,8 +509,7 @@ class TrainingRows(Iterator[Batch]):
         if self._alpha:
             encoded = encoded.resample(self._alpha, (self._seed, number))
         if self._packing is None or self._alpha:
-            lengths = encoded.source.lengths, encoded.target.lengths
-            self._packing = pack(*lengths, self._row_lengths)
+            self._packing = encoded.packing(self._row_lengths)
         plan = self._packing.plan(rng)
         share = (self._process, self._processes)
         return EpochBatches(encoded, plan, self._rows, self._row_lengths, *share)
@@ -539,7 +562,7 @@ def single_pass(
     processes: int = 1,
 ) -> EpochBatches:
     """A split once, in a fixed order, for measuring the loss."""
-    plan = pack(encoded.source.lengths, encoded.target.lengths, row_lengths).plan()
+    plan = encoded.packing(row_lengths).plan()
     return EpochBatches(encoded, plan, rows, row_lengths, process, processes)
 
 
