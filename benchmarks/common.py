@@ -34,9 +34,9 @@ Run = Callable[[], Mapping[str, Any]]
 """One timed run of a contender: gives what it did ("tokens", ...) and "seconds"."""
 
 
-def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
+def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_memory: bool) -> None:
     """The child: prepare once, then one run for each word that comes through the pipe."""
-    _begin_group()
+    _begin_group(keeps_memory)
     since = time.perf_counter()
     run = make(*arguments)
     run()
@@ -45,15 +45,13 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple) -> None:
         connection.send(run())
 
 
-def _begin_group() -> None:
-    """With what it starts, such as compilers, a child is ended as one.
-
-    Each has the memory settings that our programs have: they help the peers, too.
-    """
+def _begin_group(keeps_memory: bool = True) -> None:
+    """With what it starts, such as compilers, a child is ended as one."""
     from flaxformer_min.devices import keep_memory
 
     os.setpgrp()
-    keep_memory()
+    if keeps_memory:
+        keep_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -68,7 +66,8 @@ class Contender:
 
     `make(*arguments)` prepares and gives the `Run`. The first run, compiling included, is over when
     the constructor returns; `first_seconds` says how long that took. The process ends when this one
-    does, however that happens.
+    does, however that happens. It has the memory settings that our programs have, for they help the
+    peers, too; without `keeps_memory` it has those of any Python program.
     """
 
     def __init__(
@@ -77,13 +76,14 @@ class Contender:
         make: Callable[..., Run],
         *arguments: Any,
         patience: float | None = None,
+        keeps_memory: bool = True,
     ):
         """Start the process and wait for its first run, or raise TimeoutError after `patience` s.
 
         RuntimeError where it fails.
         """
         self.name, self.runs = name, []
-        self._process, self._connection = _start(True, _serve, make, arguments)
+        self._process, self._connection = _start(True, _serve, make, arguments, keeps_memory)
         if not self._connection.poll(patience):
             _kill(self._process)
             raise TimeoutError(f"{name} was not ready after {patience:.0f} s.")
