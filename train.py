@@ -372,6 +372,8 @@ def fit(
     train_step = timing_the_first(make_train_step(model, config.training))
     if config.training.debug_nans:
         train_step = stopping_at_not_finite(train_step, model, config.training)
+    if int(state.step) < config.training.steps or config.training.average_checkpoints == 1:
+        forget_average(run, "of a former end")
     with contextlib.closing(log), profile:
         return train(
             state,
@@ -402,13 +404,19 @@ def try_average(
         return
     rank = rank_of(scores, config.training.best_by)
     best = rank_of_best(run.checkpoints)
-    with first_ahead("average"):
-        run.drop_average()
+    forget_average(run, "of this end")
     if rank is not None and (best is None or rank < best):
         run.keep_average(mean, steps[0])
         say("It is better than the best checkpoint, and what this run translates with.")
     else:
         say("The best checkpoint is better, and what this run translates with.")
+
+
+def forget_average(run: RunFolder, which: str) -> None:
+    """Its checkpoints will not be the newest any more, or no mean is asked for now."""
+    with first_ahead(f"mean {which}"):
+        if is_first():
+            run.drop_average()
 
 
 def timing_the_first(train_step: Callable) -> Callable:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from flaxformer_min.devices import on_all_processes
+from flaxformer_min.files import write_atomically
 from flaxformer_min.processes import count, first_ahead, gather, index, is_first
 
 PyTree = Any
@@ -129,6 +130,15 @@ class Checkpoints:
                 ),
                 force=True,
             )
+
+    def describe(self, step: int, meta: dict, rank: float | None) -> None:
+        """Put these entries into the description of a saved checkpoint, and rank it."""
+        file = _description_file(self.folder, step)
+        with self._telling(), first_ahead(f"description of {step}"):
+            if is_first():
+                new = {**json.loads(file.read_text()), **meta, "rank": rank}
+                write_atomically(file, json.dumps({**new, "checksum": _meta_checksum(new)}))
+        self._ranks[step] = rank
 
     def restore(
         self, like: dict[str, PyTree], warn: Callable[[str], None]
@@ -326,10 +336,14 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
 def _description(folder: Path, step: int) -> dict | None:
     """What stands beside the arrays of a checkpoint; None if it is not as it was written."""
     try:
-        meta = json.loads((folder / str(step) / "meta" / "metadata").read_text())
+        meta = json.loads(_description_file(folder, step).read_text())
         return meta if meta.pop("checksum") == _meta_checksum(meta) else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
+
+
+def _description_file(folder: Path, step: int) -> Path:
+    return folder / str(step) / "meta" / "metadata"
 
 
 def _reason(error: Exception) -> str:

@@ -267,7 +267,7 @@ class TrainingConfig:
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
     """Newest checkpoints kept; the best by validation is kept besides."""
 
-    best_by: Literal["loss", "bleu"] = setting("loss", may_change=True)
+    best_by: Literal["loss", "bleu"] = setting("loss")
     """What makes a checkpoint the best: the lowest validation loss or the highest BLEU."""
 
     patience: int | None = setting(None, at_least=1, may_change=True)
@@ -282,6 +282,11 @@ class TrainingConfig:
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "training")
+        if self.best_by == "bleu" and not self.validation_sentences:
+            raise ValueError(
+                "training.best_by='bleu' needs translations to compare; got "
+                "training.validation_sentences=0. Translate some, or choose best_by='loss'."
+            )
         if self.average_checkpoints > self.keep_checkpoints:
             raise ValueError(
                 "training.average_checkpoints must not exceed training.keep_checkpoints, for the "

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,6 +28,18 @@ from flaxformer_min.devices import replicate
 from flaxformer_min.files import remove_partial, write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
+
+
+class Restored(NamedTuple):
+    """What a run translates with.
+
+    step:    of the checkpoint; of the newest one where they are the mean of several.
+    is_mean: whether they are.
+    """
+
+    step: int
+    params: Any
+    is_mean: bool
 
 
 class RunFolder:
@@ -83,8 +95,8 @@ class RunFolder:
         """The model's sizes, with the vocabularies the tokenizers really have."""
         return fit_vocabulary(self.config().model, self.tokenizers())
 
-    def params(self, step: int | None, warn: Callable[[str], None]) -> tuple[int, Any]:
-        """(step, parameters) of a checkpoint; None: what to translate with.
+    def params(self, step: int | None, warn: Callable[[str], None]) -> Restored:
+        """The parameters of a checkpoint; None: what to translate with.
 
         That is the mean that `keep_average` kept, else the best checkpoint by validation, else the
         newest.
@@ -92,10 +104,10 @@ class RunFolder:
         self.config()
         if step is None and steps_of(self.averaged):
             try:
-                return restore_params(self.averaged, None, warn)
+                return Restored(*restore_params(self.averaged, None, warn), is_mean=True)
             except ValueError:
                 warn("the mean cannot be used; a checkpoint is.")
-        return restore_params(self.checkpoints, step, warn)
+        return Restored(*restore_params(self.checkpoints, step, warn), is_mean=False)
 
     def keep_average(self, params: Any, step: int) -> None:
         """Translate with these parameters from now on."""

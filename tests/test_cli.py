@@ -506,7 +506,14 @@ def test_evaluation_measures_and_says_what_was_used(call, places, mirror, one_na
     report = json.loads(out)
     assert status == 0
     assert (tmp_path / "out").read_text() == "esuoh der eht\n\nsrood eulb\n\n"
-    expected = {"sentences": 2, "skipped": 2, "steps": [2], "languages": "en-ko", "beam_size": 1}
+    expected = {
+        "sentences": 2,
+        "skipped": 2,
+        "steps": [2],
+        "means": [False],
+        "languages": "en-ko",
+        "beam_size": 1,
+    }
     expected |= {"target_tokens": 6, "lowercase": False, "exact_match": 0.0, "min_length": 2}
     assert {name: report[name] for name in expected} == expected
     assert report["perplexity"] == pytest.approx(math.e, abs=1e-5)

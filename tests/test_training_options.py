@@ -5,6 +5,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,12 @@ import pytest
 from tiny_run import make_tiny_run
 
 import train
-from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, restore_params
+from flaxformer_min.checkpoint import (
+    Checkpoints,
+    mean_of_newest,
+    rank_of_best,
+    restore_params,
+)
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.rows import (
     Ragged,
@@ -23,12 +29,14 @@ from flaxformer_min.data.rows import (
     split_over_devices,
 )
 from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training import loss as loss_module
 from flaxformer_min.training.loop import train as run_loop
 from flaxformer_min.training.loss import sum_over_tokens
+from flaxformer_min.training.profile import Profile
 from flaxformer_min.training.step import TrainState, gradient_sums, init_state, make_train_step
 
 CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
@@ -179,15 +187,17 @@ def test_a_moving_average_is_what_decoding_restores(tmp_path):
 
 def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path):
     run = RunFolder(make_tiny_run(tmp_path / "run"))
-    step, params = run.params(None, pytest.fail)
+    step, params, _ = run.params(None, pytest.fail)
     doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)
     run.keep_average(doubled, 77)
-    found, restored = run.params(None, pytest.fail)
-    assert found == 77
+    found, restored, is_mean = run.params(None, pytest.fail)
+    assert (found, is_mean) == (77, True)
+    translator = Translator.load(run.path)
+    assert (translator.steps, translator.means) == ([77], [True])
     jax.tree.map(np.testing.assert_array_equal, restored, doubled)
     jax.tree.map(np.testing.assert_array_equal, run.params(step, pytest.fail)[1], params)
     run.drop_average()
-    assert run.params(None, pytest.fail)[0] == step
+    assert run.params(None, pytest.fail)[::2] == (step, False)
 
 
 @pytest.mark.parametrize("losses, better", [([3.0, 2.0], True), ([2.0, 3.0], False)])
@@ -207,6 +217,22 @@ def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses
     train.try_average(run, config, validate, 2)
     assert asked == [([1.5, 1.5], 2)]
     assert run.averaged.exists() == better
+
+
+@pytest.mark.parametrize("step, average, kept", [(2, 2, False), (4, 2, True), (4, 1, False)])
+def test_a_mean_is_forgotten_when_a_run_goes_on_or_asks_for_none(
+    tmp_path, monkeypatch, step, average, kept
+):
+    """A run of 4 steps: at its end the mean is judged anew, before that it is an old one."""
+    run = RunFolder(tmp_path)
+    run.keep_average({"a": jnp.zeros(2)}, 2)
+    monkeypatch.setattr(train, "train", lambda state, *_, **__: state)
+    nothing = types.SimpleNamespace(restore=lambda *_: None)
+    options = TrainingConfig(steps=4, average_checkpoints=average)
+    state = init_state(MODEL, options)._replace(step=jnp.int32(step))
+    settings = (Config(training=options), MODEL, state, None, nothing, None, bool)
+    train.fit(run, *settings, Profile(run.profile, 0, pytest.fail))
+    assert run.averaged.exists() == kept
 
 
 # ---- patience ---------------------------------------------------------------------------------
@@ -309,6 +335,11 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
     second, resumed = go_on(tmp_path / "cut")
     assert second == uncut == [(2, 8.0), (4, 6.0)]
     assert resumed[2] == end[2] and not end[2]["owed"]
+    first, cut = go_on(tmp_path / "late", give_up_at=4)
+    assert (first, rank_of_best(tmp_path / "late")) == ([(2, 8.0)], None), "4 was not validated"
+    second, resumed = go_on(tmp_path / "late")
+    assert (second, rank_of_best(tmp_path / "late")) == ([(4, 6.0)], 6.0), "it is ranked now"
+    assert resumed[2] == end[2] and go_on(tmp_path / "late")[0] == [], "once"
 
 
 # ---- subword sampling -------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_the_translator_restores_what_was_trained(run, translator):
     """The model with the checkpoint's own parameters gives the translator's logits."""
     from flaxformer_min.run_folder import RunFolder
 
-    _, params = RunFolder(run).params(None, pytest.fail)
+    params = RunFolder(run).params(None, pytest.fail).params
     assert RunFolder(run).model_config() == translator.models[0].config
     assert isinstance(translator.models[0], Transformer)
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(translator.params[0]))

@@ -172,7 +172,8 @@ def _add_sampling(parser: _Parser) -> None:
 def _add_device(parser: _Parser) -> None:
     add = parser.add_argument
     add("--step", type=_number(int, at_least=0), metavar="N",
-        help="checkpoint of this step (default: the best by validation, else the newest)")
+        help="checkpoint of this step (default: the mean of the last ones where the run kept it, "
+        "else the best by validation, else the newest)")
     add("--batch-size", type=_number(int, at_least=1), metavar="N",
         help=f"sentences at once on each device ({OWN})")
 

@@ -263,6 +263,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     report = {
         "runs": args.runs,
         "steps": translator.steps,
+        "means": translator.means,
         "data": data,
         "languages": languages,
         "skipped": len(pairs) - len(references),
@@ -331,10 +332,13 @@ def _report(
     """The lines that `evaluate` writes."""
     if args.json:
         return [json.dumps(report, ensure_ascii=False)]
-    runs = zip(report["runs"], report["steps"], strict=True)
+    models = [
+        f"{run}, {'mean up to ' if mean else ''}step {step:,}"
+        for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
+    ]
     chosen = "as asked for" if args.tokenize else f"which fits {report['languages']}"
     return [
-        f"model: {', '.join(f'{run}, step {step:,}' for run, step in runs)}",
+        f"model: {', '.join(models)}",
         f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "
         "empty side skipped",
         "search: " + ", ".join(f"{name.replace('_', ' ')} {report[name]}" for name in SEARCH),

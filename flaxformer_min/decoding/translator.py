@@ -96,7 +96,8 @@ class Translator:
     All devices of this machine are used: a batch is split among its accelerators, while on a CPU
     each core that jax made a device has a batch of its own and waits for no other. What is said of
     a line does not depend on the lines beside it. `compilations` counts the programs compiled so
-    far, `steps` names the checkpoints it was loaded from.
+    far, `steps` names the checkpoints it was loaded from, and `means` says which of them stand for
+    a mean up to that step.
 
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model that knows
     the ten digits answers with digits, and leaves an empty line empty:
@@ -133,6 +134,7 @@ class Translator:
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
         self.compilations = 0
         self.steps: list[int] = []
+        self.means: list[bool] = []
         self._programs: dict[Any, Callable] = {}
         self.use_params(params)
 
@@ -145,9 +147,10 @@ class Translator:
     ) -> "Translator":
         """The model that a run left; several runs with one vocabulary decide together.
 
-        It restores the best checkpoint by validation, or that of `step`, and nothing in the folder
-        is executed. Raises ValueError for what is no run, holds no whole checkpoint, or has another
-        vocabulary than the first.
+        It restores what `RunFolder.params` says: the mean of the last checkpoints where one was
+        kept, else the best by validation; or that of `step`. Nothing in the folder is executed.
+        Raises ValueError for what is no run, holds no whole checkpoint, or has another vocabulary
+        than the first.
         """
         from flaxformer_min.run_folder import RunFolder
 
@@ -164,11 +167,12 @@ class Translator:
         restored = [folder.params(step, warn) for folder in folders]
         translator = cls(
             [folder.model_config() for folder in folders],
-            [params for _, params in restored],
+            [each.params for each in restored],
             tokenizers[0],
             folders[0].config().decoding,
         )
-        translator.steps = [step for step, _ in restored]
+        translator.steps = [each.step for each in restored]
+        translator.means = [each.is_mean for each in restored]
         return translator
 
     def use_params(self, params: Sequence[Any]) -> None:

@@ -134,7 +134,9 @@ def train(
         return rank
 
     if owed:
-        check()
+        rank = check()
+        if not owed:
+            checkpoints.describe(step, {"ranks": ranks, "owed": False}, rank)
     with _progress(step, config.steps) as bar:
         while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
             state, metrics = train_step(state, split(next(rows)))
