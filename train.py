@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best
 from flaxformer_min.config import Config
-from flaxformer_min.data.corpus import cache_folder, fingerprint, is_empty, languages_of, read_pairs
+from flaxformer_min.data.corpus import cache_folder, is_empty, languages_of, read_pairs
 from flaxformer_min.data.rows import (
     WAYS,
     EncodedPairs,
@@ -225,7 +225,6 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
     """
     data, model = config.data, config.model
     stride = -(-len(pairs) // data.tokenizer_sample)
-    text = fingerprint(data.corpus, "train", data.languages, **where(config))
 
     def learn(path: Path, vocab_size: int, sides: tuple[int, ...]) -> None:
         def lines() -> Iterator[str]:
@@ -238,7 +237,7 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
             vocab_size,
             path,
             cache=cache_folder(data.cache_dir),
-            fingerprint=f"{text} {stride} {sides}",
+            fingerprint=f"{pairs.fingerprint()} {stride} {sides}",
         )
 
     if paths[0] == paths[1]:
@@ -251,10 +250,11 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
 def encode(config: Config, split: str, pairs: Any, tokenizers: Any) -> EncodedPairs:
     """A split as token ids, from the cache if it was encoded before."""
     data = config.data
-    name = fingerprint(data.corpus, split, data.languages, **where(config))
     lengths = data.source_row_length, data.target_row_length
     ways = WAYS if split == "train" and data.subword_sampling else 1
-    encoded = encode_pairs(pairs, tokenizers, lengths, cache_folder(data.cache_dir), name, ways)
+    encoded = encode_pairs(
+        pairs, tokenizers, lengths, cache_folder(data.cache_dir), pairs.fingerprint(), ways
+    )
     say(f"{split}: {encoded.counts}.")
     return encoded
 
@@ -264,8 +264,11 @@ def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:
 
     Else they would not take the same steps, and wait for one another for ever.
     """
-    mine = {"settings": config.to_json()} | {
-        f"{name} pairs": split.folder.name for name, split in encoded.items()
+    # Where each finds the text, and how it reads it, is its own affair.
+    own = {"corpus": "", "cache_dir": "", "workers": 0, "download": False}
+    common = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))
+    mine = {"settings": common.to_json()} | {
+        f"{name} pairs": split.digest for name, split in encoded.items()
     }
     for process, other in enumerate(gather("agreement", mine)):
         differing = [name for name in mine if mine[name] != other[name]]
@@ -365,6 +368,8 @@ def fit(
     if found is not None:
         step, restored, before = found
         state = TrainState(**restored)
+        if rows.is_of_other_text(before["rows"]):
+            say("warning: the training text is not what it was; going on at the same place of it.")
         rows.set_state(before["rows"])
         say(f"Going on from step {step:,}.")
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())

@@ -1,11 +1,18 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
+import contextlib
 import os
+import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""How the name of a file ends that is still being written."""
+"""How the name ends of what is still being written."""
+
+ABANDONED = 24 * 3600
+"""Seconds after which a folder that nobody adds to was left by a process that was killed."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -29,6 +36,33 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
+
+
+@contextlib.contextmanager
+def folder_atomically(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which is `path` once the body has ended well.
+
+    Where another process was faster, its folder stays. What killed processes left of theirs is
+    removed after a day.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".*{PARTIAL}"):
+        if time.time() - left.stat().st_mtime > ABANDONED:
+            shutil.rmtree(left, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
+    try:
+        yield scratch
+        for file in scratch.iterdir():
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
+        os.chmod(scratch, 0o777 & ~_umask())
+        try:
+            os.rename(scratch, path)
+        except OSError:
+            if not path.exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:

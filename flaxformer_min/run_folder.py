@@ -137,7 +137,7 @@ class RunFolder:
                 + "\n  ".join(differing)
                 + "\nGo on with the settings of the run, or choose another --workdir."
             )
-        if differing or not self.exists:
+        if not self._has_checkpoint():  # the text may be another one, too
             names = self._tokenizer_names(config)
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())

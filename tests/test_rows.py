@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from flaxformer_min.data.rows import (
     single_pass,
     split_over_devices,
 )
+from flaxformer_min.files import PARTIAL
 from flaxformer_min.tokens import EOS
 
 ROWS = (16, 12)
@@ -96,6 +98,54 @@ def test_encoded_pairs_are_read_back_from_the_cache(encoded, tmp_path):
     assert len(encode([("abc", "u")], tmp_path, "another text")) == 1
 
 
+PAIRS = [("a" * (1 + i % 5), "u" * (1 + i % 7)) for i in range(60)]
+
+
+@pytest.mark.parametrize("name", ["about.json", "source.bin", "target_lengths.npy", "packing"])
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(file.read_bytes()[:-4]),
+                                    lambda file: file.write_bytes(b""), os.unlink])  # fmt: skip
+def test_what_is_damaged_in_the_cache_is_made_again(tmp_path, name, damage):
+    fresh = encode(PAIRS, tmp_path)
+    plan, ids = fresh.packing(ROWS).plan(), np.array(fresh.source.ids)
+    (file,) = fresh.folder.glob(f"{name}*")
+    damage(file)
+    again = encode(PAIRS, tmp_path)
+    assert np.array_equal(again.packing(ROWS).plan().pairs, plan.pairs)
+    assert np.array_equal(again.source.ids, ids) and again.digest == fresh.digest
+    assert encode([], tmp_path).digest == fresh.digest, "and kept"
+
+
+def test_what_is_kept_may_be_read_by_whoever_may_read_new_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = encode(PAIRS, tmp_path).folder
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o640}
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path):
+    old, new = (tmp_path / "encoded" / f".{name}{PARTIAL}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    encode(PAIRS, tmp_path)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_the_same_text_has_the_same_digest_wherever_it_lies(tmp_path):
+    one, same, other = (
+        encode(pairs, tmp_path / place, place)
+        for place, pairs in (("here", PAIRS), ("there", PAIRS), ("other", PAIRS[1:]))
+    )
+    assert one.digest == same.digest != other.digest
+    state = TrainingRows(one, ROWS, 8, seed=1).get_state()
+    told = [TrainingRows(e, ROWS, 8, seed=1).is_of_other_text(state) for e in (same, other)]
+    assert told == [False, True]
+    assert not TrainingRows(other, ROWS, 8, seed=1).is_of_other_text({"epoch": 1, "batch": 2})
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
     rng = np.random.default_rng(seed)
@@ -109,17 +159,16 @@ def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
 
 
 def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
-    pairs = [("a" * (1 + i % 5), "u" * (1 + i % 7)) for i in range(60)]
-    first = single_pass(encode(pairs, tmp_path), ROWS, 8)
-    planned = TrainingRows(encode(pairs, tmp_path), ROWS, 8, seed=1).epoch(1)
-    other = single_pass(encode(pairs, tmp_path), (16, 16), 8)
+    first = single_pass(encode(PAIRS, tmp_path), ROWS, 8)
+    planned = TrainingRows(encode(PAIRS, tmp_path), ROWS, 8, seed=1).epoch(1)
+    other = single_pass(encode(PAIRS, tmp_path), (16, 16), 8)
     assert len(other) < len(first), "wider rows are fewer"
 
     def no_search(*_):
         raise AssertionError("looked for a packing again")
 
     monkeypatch.setattr("flaxformer_min.data.rows._pack_shapes", no_search)
-    again = encode(pairs, tmp_path)
+    again = encode(PAIRS, tmp_path)
     for kept, fresh in (
         (single_pass(again, ROWS, 8), first),
         (single_pass(again, (16, 16), 8), other),

@@ -176,6 +176,21 @@ def test_what_was_learned_once_is_taken_from_the_cache_and_no_line_is_asked_for(
             train_tokenizer(unread(), vocab_size, tmp_path / "other", **{**kept, **changed})
 
 
+def test_a_damaged_tokenizer_in_the_cache_is_made_again(tmp_path):
+    kept = {"cache": tmp_path / "cache", "fingerprint": "these lines"}
+    first = train_tokenizer(LINES, 400, tmp_path / "first", **kept)
+    (file,) = (tmp_path / "cache").rglob("*.model")
+    for damaged in (first.model[:100], b""):
+        file.write_bytes(damaged)
+        assert train_tokenizer(LINES, 400, tmp_path / "again", **kept) == first
+        assert file.read_bytes() == first.model
+
+
+def test_a_cache_without_the_name_of_the_lines_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="under the fingerprint of its lines; got a cache and no"):
+        train_tokenizer(LINES, 400, tmp_path / "model", cache=tmp_path)
+
+
 def test_a_tokenizer_is_pickled(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy == tokenizer and hash(copy) == hash(tokenizer)

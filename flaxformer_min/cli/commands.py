@@ -238,13 +238,14 @@ def _scored(args: argparse.Namespace, number: int, found: Any) -> str:
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """All measures of one test set."""
     from flaxformer_min import evaluation
+    from flaxformer_min.data.corpus import is_empty
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as kept:
         data, languages, pairs = _test_set(args)
         target = languages.partition("-")[2]
         tokenize = args.tokenize or evaluation.default_tokenize(target)
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # fails before the work, not after it
-        used = [bool(source.strip() and reference.strip()) for source, reference in pairs]
+        used = [not is_empty(pair) for pair in pairs]
         if not any(used):
             raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
         # Skipped pairs keep their places, so that a warning names the right line.

@@ -68,17 +68,6 @@ def languages_of(
     return _open(corpus, languages, cache_dir, download).languages
 
 
-def fingerprint(
-    corpus: str, split: str, languages: str = "", cache_dir: str = "", download: bool = False
-) -> str:
-    """Sixteen hex digits that change when the pairs do: a key for what is computed from them.
-
-    Content is not read: files are known by path, size and time, prepared sets by name and version.
-    """
-    identity = _open(corpus, languages, cache_dir, download).pairs(split).identity()
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-
-
 def cache_folder(cache_dir: str = "") -> Path:
     """Where prepared data is kept: `cache_dir`, or `flaxformer_min` in the user's cache folder.
 
@@ -114,6 +103,13 @@ class Pairs(Sequence[Pair], abc.ABC):
     @abc.abstractmethod
     def identity(self) -> list:
         """What tells this data from other data, as JSON can hold it."""
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when the pairs do: a key for what is computed from them.
+
+        Files are known by path, size and time, prepared sets by name and version.
+        """
+        return hashlib.sha256(json.dumps(self.identity()).encode()).hexdigest()[:16]
 
     @abc.abstractmethod
     def _read(self, indices: range) -> list[Pair]:

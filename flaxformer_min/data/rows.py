@@ -8,18 +8,20 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
 
-from flaxformer_min.files import write_atomically
+from flaxformer_min.data.corpus import is_empty
+from flaxformer_min.files import folder_atomically, write_atomically
 from flaxformer_min.tokens import Batch, Tokens
+
+FORMAT = 2
+"""Of what is kept: another one once the same text is encoded or packed in another way."""
 
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
 
@@ -113,13 +115,15 @@ class Ways(NamedTuple):
 class EncodedPairs:
     """A split as token ids, in memory-mapped files. Pickles as its folder, and how it was drawn.
 
-    drawn: (alpha, seed) of `resample`, or None for the likeliest cuts.
+    digest: of all tokens, wherever they came from.
+    drawn:  (alpha, seed) of `resample`, or None for the likeliest cuts.
     """
 
     folder: Path
     source: Ragged
     target: Ragged
     counts: Counts
+    digest: str
     drawn: tuple[float, tuple[int, ...]] | None = None
 
     def __reduce__(self):
@@ -146,8 +150,10 @@ class EncodedPairs:
         if self.drawn:
             return pack(*lengths, row_lengths)
         file = self.folder / f"packing_{row_lengths[0]}_{row_lengths[1]}.json"
-        if file.exists():
-            return Packing(_shapes(*lengths)[0], json.loads(file.read_text()))
+        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or damaged
+            groups = json.loads(file.read_text())
+            if sum(len(row) * count for row, count in groups) == len(self):
+                return Packing(_shapes(*lengths)[0], groups)
         packing = pack(*lengths, row_lengths)
         with contextlib.suppress(OSError):  # a cache that may only be read
             write_atomically(file, json.dumps(packing.groups))
@@ -157,15 +163,15 @@ class EncodedPairs:
     def load(
         cls, folder: Path, drawn: tuple[float, tuple[int, ...]] | None = None
     ) -> "EncodedPairs":
-        """Map what `encode_pairs` wrote."""
-        counts = Counts(**json.loads((folder / "counts.json").read_text()))
+        """Map what `encode_pairs` wrote. Raises ValueError where that is damaged."""
+        about = json.loads((folder / "about.json").read_text())
         ways = [_map_side(folder, side) for side in ("source", "target")]
         if drawn is None:
             sides = [side.first() for side in ways]
         else:
             rng = np.random.default_rng(drawn[1])
             sides = [side.draw(drawn[0], rng) for side in ways]
-        return cls(folder, *sides, counts, drawn)
+        return cls(folder, *sides, Counts(**about["counts"]), about["digest"], drawn)
 
 
 def encode_pairs(
@@ -184,20 +190,15 @@ def encode_pairs(
 
     Raises ValueError when no pair is left.
     """
-    parts = (fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, ways)
+    parts = (FORMAT, fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, ways)
     folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
-        try:
+    try:
+        encoded = EncodedPairs.load(folder)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError):  # not there, or damaged
+        shutil.rmtree(folder, ignore_errors=True)
+        with folder_atomically(folder) as scratch:
             _write(pairs, tokenizers, row_lengths, scratch, ways)
-            os.rename(scratch, folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was faster, with the same content
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    encoded = EncodedPairs.load(folder)
+        encoded = EncodedPairs.load(folder)
     if not encoded.counts.kept:
         raise ValueError(
             f"a split must hold at least one usable pair; got {encoded.counts}. Look at the text, "
@@ -217,7 +218,7 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, ways: int) -> None:
         ]
         for start in range(0, len(pairs), CHUNK):
             texts = pairs[start : start + CHUNK]
-            full = [pair for pair in texts if pair[0].strip() and pair[1].strip()]
+            full = [pair for pair in texts if not is_empty(pair)]
             sides = [
                 tokenizer.encode_batch([pair[side] for pair in full])
                 for side, tokenizer in enumerate(tokenizers)
@@ -235,10 +236,12 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, ways: int) -> None:
             pieces = [sum(map(len, sides[side])) for side in (0, 1)]
             empty = len(texts) - len(full)
             totals += [len(texts), empty, len(fits) - sum(fits), *words, *pieces]
-        for writer in writers:
-            writer.finish()
-    counts = dict(zip(Counts._fields, totals.tolist(), strict=True))
-    (folder / "counts.json").write_text(json.dumps(counts))
+        digests = [writer.finish() for writer in writers]
+    about = {
+        "counts": dict(zip(Counts._fields, totals.tolist(), strict=True)),
+        "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
+    }
+    (folder / "about.json").write_text(json.dumps(about))
 
 
 class _SideWriter:
@@ -248,6 +251,7 @@ class _SideWriter:
         self._stem, self._tokenizer = folder / name, tokenizer
         self._row_length, self._ways = row_length, ways
         self._file = files.enter_context(open(f"{self._stem}.bin", "wb"))
+        self._digest = hashlib.sha256()
         # Of the files' own types: these are what grows in memory, eight bytes a sentence.
         self._lengths, self._counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
         self._log_probs = [np.zeros(0, np.float32)]
@@ -261,6 +265,7 @@ class _SideWriter:
         flat = [ids for each in cuts for ids in each]
         ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
         ids.tofile(self._file)
+        self._digest.update(ids)
         self._lengths.append(np.array(lengths, np.int32))
         self._counts.append(np.array(list(map(len, cuts)), np.int32))
         if self._ways > 1 and flat:
@@ -268,10 +273,13 @@ class _SideWriter:
             of_way = np.add.reduceat(self._of_piece[ids], starts)
             self._log_probs.append(of_way.astype(np.float32))
 
-    def finish(self) -> None:
+    def finish(self) -> str:
+        """Close the file, write the others; gives a digest of all ids, whose EOS part them."""
+        self._file.close()
         np.save(f"{self._stem}_lengths.npy", np.concatenate(self._lengths))
         np.save(f"{self._stem}_counts.npy", np.concatenate(self._counts))
         np.save(f"{self._stem}_log_probs.npy", np.concatenate(self._log_probs))
+        return self._digest.hexdigest()
 
 
 def _map_side(folder: Path, side: str) -> Ways:
@@ -279,8 +287,11 @@ def _map_side(folder: Path, side: str) -> Ways:
         np.load(folder / f"{side}_{name}.npy") for name in ("lengths", "counts", "log_probs")
     )
     lengths = lengths.astype(np.int64)
-    empty = not (folder / f"{side}.bin").stat().st_size
-    ids = np.zeros(0, np.int32) if empty else np.memmap(folder / f"{side}.bin", np.int32, "r")
+    file = folder / f"{side}.bin"
+    size = file.stat().st_size
+    if size != 4 * lengths.sum() or counts.sum() != len(lengths):
+        raise ValueError(f"{file} must hold {lengths.sum():,} ids; it has {size:,} bytes.")
+    ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
     return Ways(Ragged(ids, np.cumsum(lengths) - lengths, lengths), counts, log_probs)
 
 
@@ -514,11 +525,16 @@ class TrainingRows(Iterator[Batch]):
         share = (self._process, self._processes)
         return EpochBatches(encoded, plan, self._rows, self._row_lengths, *share)
 
-    def get_state(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were delivered."""
-        return {"epoch": self._epoch, "batch": self._delivered}
+    def get_state(self) -> dict[str, Any]:
+        """The epoch, how many of its batches were delivered, and which text that was."""
+        text = self._encoded.digest
+        return {"epoch": self._epoch, "batch": self._delivered, "text": text}
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def is_of_other_text(self, state: dict[str, Any]) -> bool:
+        """Whether that state is of an iterator over other text: the same place is another one."""
+        return state.get("text", self._encoded.digest) != self._encoded.digest
+
+    def set_state(self, state: dict[str, Any]) -> None:
         """Go on as the iterator did that gave this state."""
         self.close()
         self._epoch, self._delivered = state["epoch"], state["batch"]

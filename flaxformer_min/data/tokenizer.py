@@ -5,6 +5,7 @@ lacks is spelled in bytes, nothing is normalised, spaces are kept. Nothing a use
 control token: `</s>` in a text is four characters like any others.
 """
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -182,22 +183,27 @@ def train_tokenizer(
     give the same bytes. The file appears whole or not at all. Empty lines do not matter; a line of
     more than 16 kB is left out.
 
-    In the folder `cache`, if one is given, it is kept under `fingerprint`, which names the lines:
-    next time it is taken from there, and no line is asked for.
+    In the folder `cache`, if one is given, it is kept under `fingerprint`, which must name the
+    lines: next time it is taken from there, and no line is asked for.
 
     A corpus with too few words for `vocab_size` gets the largest vocabulary it carries, and a
     warning of the logger "flaxformer_min" says so. Raises ValueError if there is no text, or more
-    characters than `vocab_size` has room for.
+    characters than `vocab_size` has room for, or if a cache is given without a fingerprint.
     """
+    if cache and not fingerprint:
+        raise ValueError(
+            "a tokenizer is kept under the fingerprint of its lines; got a cache and none. Give "
+            "fingerprint=, or leave out cache."
+        )
     parts = (fingerprint, vocab_size, TRAINING, sentencepiece.__version__)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     kept = cache and cache / "tokenizers" / f"{name}.model"
-    if kept and kept.exists():
-        tokenizer = Tokenizer.load(kept)
-    else:
+    tokenizer = kept and _kept(kept)
+    if not tokenizer:
         tokenizer = _train(lines, vocab_size, path)
         if kept:
-            write_atomically(kept, tokenizer.model)
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                write_atomically(kept, tokenizer.model)
     if tokenizer.vocab_size < vocab_size:
         LOGGER.warning(
             "The corpus carries a vocabulary of %d pieces; %d were asked for.",
@@ -206,6 +212,14 @@ def train_tokenizer(
         )
     write_atomically(Path(path), tokenizer.model)
     return tokenizer
+
+
+def _kept(path: Path) -> Tokenizer | None:
+    """None where there is none, or a damaged one, which is then made again."""
+    try:
+        return Tokenizer.load(path)
+    except ValueError:
+        return None
 
 
 def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:

@@ -22,10 +22,10 @@ class Rows(Protocol):
     def __next__(self) -> Batch:
         """The next batch."""
 
-    def get_state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, Any]:
         """Where it stands."""
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
 
