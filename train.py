@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import itertools
 import runpy
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,16 +113,33 @@ def main(arguments: list[str]) -> int:
         settings = read_arguments(arguments)
         run = RunFolder(settings.workdir)
         config = Config(*(getattr(settings, f.name) for f in dataclasses.fields(Config)))
-        use_cores(config.data.rows_per_batch)
         keep_memory()
-        with together(settings.distributed), contextlib.ExitStack() as held:
+
+        def prepare(processes: int) -> None:
+            use_cores(config.data.rows_per_batch // processes)
+
+        with together(settings.distributed, prepare), contextlib.ExitStack() as held:
             with first_ahead("lock"):
                 if is_first():
                     held.enter_context(run.locked())
             return work(run, config, Profile(run.profile, settings.profile * is_first(), say))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        print(f"train.py: error: {explained(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on.", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def explained(error: Exception) -> str:
+    """What went wrong; where XLA only says that memory is full, what takes less of it, too."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return str(error)
+    return (
+        f"the device has not enough memory for this ({str(error).splitlines()[0]}). Take fewer "
+        "--data.rows-per-batch and more --training.gradient-accumulation, or --model.remat, or "
+        "--model.dtype bfloat16."
+    )
 
 
 def read_arguments(arguments: list[str]) -> Arguments:
@@ -131,7 +150,15 @@ def read_arguments(arguments: list[str]) -> Arguments:
         raise ValueError(
             f"a config is a Python file that ends in `config = Config(...)`; no {path}."
         )
-    config = runpy.run_path(str(path)).get("config")
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} must name settings that there are; {error}. `python train.py --help` lists "
+            "them."
+        ) from error
     if not isinstance(config, Config):
         raise ValueError(f"{path} must end in `config = Config(...)`; got {config!r}.")
     groups = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -203,7 +230,8 @@ def work(run: RunFolder, config: Config, profile: Profile) -> int:
     stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in watch.seconds.items())
     say(f"Time: {stages}; of these {compiled}.")
     say(
-        f"Translate with this run:\n  echo '{example(pairs)}' | flaxformer-min translate {run.path}"
+        f"Translate with this run:\n  echo '{example(pairs)}' | flaxformer-min translate "
+        f"{shlex.quote(str(run.path))}"
     )
     return 0
 
@@ -481,8 +509,10 @@ def example(pairs: dict[str, Any]) -> str:
 
 def command() -> str:
     """What the user typed."""
-    return " ".join(["python", *sys.argv])
+    return shlex.join(["python", *sys.argv])
 
 
 if __name__ == "__main__":
+    # Until training listens itself: an exception, so that nothing half written stays behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

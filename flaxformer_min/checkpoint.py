@@ -241,6 +241,12 @@ def restore_params(
                 return candidate, state[name]
             except Exception as error:  # Orbax raises whatever its readers raise
                 warn(f"checkpoint {candidate} in {folder} is damaged ({_first_line(error)}).")
+    if step is not None:
+        others = ", ".join(str(other) for other in steps if other != step)
+        raise ValueError(
+            f"the checkpoint of step {step} in {folder} is damaged. "
+            + (f"Those of steps {others} are there, too." if others else "There is no other.")
+        )
     raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
 
 

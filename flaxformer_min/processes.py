@@ -65,14 +65,18 @@ class Distributed:
 
 
 @contextlib.contextmanager
-def together(settings: Distributed) -> Iterator[None]:
+def together(
+    settings: Distributed, prepare: Callable[[int], None] = lambda processes: None
+) -> Iterator[None]:
     """Be one of several processes while the body runs, if told so or started so by a cluster.
 
-    To be entered before jax computes anything. An error in the body of one process ends all of
+    To be entered before jax computes anything. `prepare` is called with the number of processes,
+    before jax looks for devices. An error in the body of one process ends all of
     them, with its words: waiting for it, as jax does at exit, would be for ever.
     """
     cluster = None if settings.coordinator else _cluster()
     if not (settings.coordinator or cluster):
+        prepare(1)
         yield
         return
     # Its handler would swallow SIGTERM; `shared_poll` tells the others instead.
@@ -87,6 +91,7 @@ def together(settings: Distributed) -> Iterator[None]:
     watch = threading.Thread(target=_end_with_the_others, daemon=True)
     watch.start()
     try:
+        prepare(_group().num_processes)  # jax.process_count() would look for devices
         _check_devices()
         yield
         gather("end", "well")
@@ -179,11 +184,15 @@ def _check_devices() -> None:
         )
 
 
-def _store() -> Any:
-    """The strings that process 0 keeps for all."""
+def _group() -> Any:
     from jax._src.distributed import global_state  # jax shows it nowhere else
 
-    return global_state.client
+    return global_state
+
+
+def _store() -> Any:
+    """The strings that process 0 keeps for all."""
+    return _group().client
 
 
 def _end_all(error: BaseException) -> None:

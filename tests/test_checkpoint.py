@@ -208,6 +208,13 @@ def test_nothing_whole_is_an_error_and_never_a_fresh_start(copy):
         restore_params(copy, None, lambda text: None)
 
 
+def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_the_others(copy):
+    for path in data_files(copy / "20"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"of step 20 in .* is damaged. Those of steps 10 are the"):
+        restore_params(copy, 20, lambda text: None)
+
+
 def test_an_empty_folder_named_like_a_step_is_not_taken_for_one(copy):
     (copy / "30").mkdir()
     (step, state, _), warnings = restore(copy)

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
-def pair(*command):
-    """Two processes of one device each that find each other; none is left behind."""
+def pair(*command, flags="--xla_force_host_platform_device_count=1"):
+    """Two processes, of one device each if not told else, that find each other; none is left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": flags,
         "PYTHONPATH": str(ROOT),
     }
     meet = ["--distributed.coordinator", where, "--distributed.num-processes", "2"]
@@ -101,6 +101,7 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
 MEET = """
 import sys, time
 import jax, jax.numpy as jnp
+from flaxformer_min.devices import use_cores
 from flaxformer_min.processes import Distributed, gather, is_first, shared_poll, together
 from flaxformer_min.stop import StopRequest
 
@@ -120,8 +121,16 @@ def stop():
     assert len(set(gather("steps", steps))) == 1
     return max(gather("status", request.status))
 
-with together(Distributed(sys.argv[3], 2, int(sys.argv[7]))):
-    status = {"fail": fail, "stop": stop}[sys.argv[1]]()
+def share():
+    assert jax.local_device_count() == 1, "two rows for two processes"
+    return 0
+
+def prepare(processes):
+    if sys.argv[1] == "share":
+        use_cores(2 // processes)
+
+with together(Distributed(sys.argv[3], 2, int(sys.argv[7])), prepare):
+    status = {"fail": fail, "stop": stop, "share": share}[sys.argv[1]]()
 sys.exit(status)
 """
 
@@ -133,6 +142,12 @@ def test_a_process_that_fails_ends_the_others_with_its_words():
             assert process.returncode == 2
             assert "error: process 1 of 2 failed: the disk is full\n" in errors
             assert "Traceback" not in errors
+
+
+def test_the_cores_of_each_process_share_its_own_rows():
+    with pair("-c", MEET, "share", flags="") as both:
+        outputs = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step():

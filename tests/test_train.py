@@ -315,6 +315,43 @@ def test_a_config_file_must_be_there_and_end_in_config(tmp_path, capsys):
     assert capsys.readouterr().err.count("`config = Config(...)`") == 2
 
 
+def test_a_config_file_with_a_setting_that_is_none_names_it(tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from flaxformer_min.config import Config, DataConfig\n"
+        "config = Config(DataConfig(rows_per_bach=16))\n"
+    )
+    assert train.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "must name settings that there are" in error and "'rows_per_bach'" in error
+    assert "--help" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "error, status, expected",
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"), 2,
+         r"train\.py: error: the device has not enough memory .*9 bytes\.\).*--model\.remat.*\n"),
+        (KeyboardInterrupt(), 130, r"\nStopped\. The same command goes on\.\n"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_start_is_one_sentence(tmp_path, monkeypatch, capsys, error, status, expected):
+    def work(*_):
+        raise error
+
+    monkeypatch.setattr(train, "work", work)
+    assert train.main(["--workdir", str(tmp_path / "run")]) == status
+    assert re.fullmatch(expected, capsys.readouterr().err)
+
+
+def test_a_command_to_go_on_can_be_pasted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--workdir", "my runs/it's one"])
+    words = subprocess.run(
+        f"printf '%s\n' {train.command()}", shell=True, capture_output=True, text=True
+    )
+    assert words.stdout.splitlines() == ["python", "train.py", "--workdir", "my runs/it's one"]
+
+
 def test_help_lists_every_setting(capsys):
     with pytest.raises(SystemExit):
         train.main(["--help"])

@@ -164,6 +164,9 @@ def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(translat
         assert all(each.text.startswith(prefix) for each in hypotheses)
     alone = translator.hypotheses(lines[1:2], options)
     assert_same(found[1:2], alone)
+    long = translator.options(max_extra_tokens=5_000)
+    with pytest.raises(ValueError, match="prefix 1 has 2[0-9]+ tokens, the limit is 2048. Shorten"):
+        translator.hypotheses(["red"], long, ["1" * 2_100])
     with pytest.raises(ValueError, match="one prefix for each line; got 1 for 3"):
         translator.hypotheses(lines, options, ["the"])
 

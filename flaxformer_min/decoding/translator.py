@@ -22,6 +22,9 @@ from flaxformer_min.tokens import EOS, PAD, Batch, one_sentence_per_row
 LENGTHS = (12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens a sentence is padded to. A longer source is cut to the last of them, with a warning."""
 
+LONGEST_PREFIX = 2 * LENGTHS[-1]
+"""Tokens that a translation may be forced to begin with."""
+
 BATCHES = (1, 8, 64)
 """Sentences a batch is padded to, on each device; the configured batch size is the last."""
 
@@ -328,11 +331,12 @@ class Translator:
         forced = [ids[:-1] for ids in self.target_tokenizer.encode_batch(list(prefixes))]
         for number, (ids, source) in enumerate(zip(forced, sources, strict=True)):
             limit = len(source) + options.max_extra_tokens - 1
-            if len(ids) > limit:
+            if len(ids) > min(limit, LONGEST_PREFIX):
+                way_out = "Raise max_extra_tokens" if limit < LONGEST_PREFIX else "Shorten it"
                 raise ValueError(
                     f"a prefix must be shorter than the longest translation allowed; prefix "
-                    f"{first_line + number} has {len(ids)} tokens, the limit is {limit}. Raise "
-                    "max_extra_tokens."
+                    f"{first_line + number} has {len(ids)} tokens, the limit is "
+                    f"{min(limit, LONGEST_PREFIX)}. {way_out}."
                 )
         return forced
 
@@ -384,7 +388,7 @@ class Translator:
         rows = self._rows(len(sources))
         source = _padded(sources, rows, LENGTHS)
         # Left out where nobody has one: an array of no size crashes the compiler of jax 0.11.
-        prefix = [_padded(forced, rows, (*LENGTHS, 2 * LENGTHS[-1]))] if any(forced) else []
+        prefix = [_padded(forced, rows, (*LENGTHS, LONGEST_PREFIX))] if any(forced) else []
         # A row that is only padding is through after one step.
         limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
         numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
