@@ -109,6 +109,8 @@ def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
 
     found = []
     for rows in rows_of_batches:
+        for kept in folder.glob("packing_*"):
+            kept.unlink()
         times = [time.perf_counter()]
         encoded = EncodedPairs.load(folder)
         times.append(time.perf_counter())

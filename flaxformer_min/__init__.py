@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flaxformer_min.model.multi_head_attention import MultiHeadAttention
     from flaxformer_min.model.positions import sinusoidal_encoding
     from flaxformer_min.model.transformer import Transformer
+    from flaxformer_min.run_folder import RunFolder
     from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row, shift_right
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ _MODULE_OF = {
     "KeyValue": "model.attention",
     "ModelConfig": "config",
     "MultiHeadAttention": "model.multi_head_attention",
+    "RunFolder": "run_folder",
     "Tokens": "tokens",
     "TrainingConfig": "config",
     "Transformer": "model.transformer",
@@ -71,6 +73,7 @@ __all__ = [
     "KeyValue",
     "ModelConfig",
     "MultiHeadAttention",
+    "RunFolder",
     "Tokens",
     "TrainingConfig",
     "Transformer",

@@ -108,7 +108,8 @@ class DataConfig:
     """Processes that assemble batches; 0 uses a thread, which keeps up with a CPU."""
 
     cache_dir: str = setting("", may_change=True)
-    """Where prepared corpora are kept. Empty: `flaxformer_min` in the user's cache folder."""
+    """Where tokenizers, encoded text, embedded phrases and compiled programs are kept, and sets of
+    tfds are looked for. Empty: `flaxformer_min` in the user's cache folder, and tfds' own."""
 
     download: bool = setting(False, may_change=True)
     """Let tfds download a set that is not prepared yet."""

@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,11 +96,14 @@ class RunFolder:
         """The model's sizes, with the vocabularies the tokenizers really have."""
         return fit_vocabulary(self.config().model, self.tokenizers())
 
-    def params(self, step: int | None, warn: Callable[[str], None]) -> Restored:
-        """The parameters of a checkpoint; None: what to translate with.
+    def params(
+        self, step: int | None = None, warn: Callable[[str], None] = warnings.warn
+    ) -> Restored:
+        """The parameters of a checkpoint, on this machine's first device.
 
-        That is the mean that `keep_average` kept, else the best checkpoint by validation, else the
-        newest.
+        None: what to translate with. That is the mean that `keep_average` kept, else the best
+        checkpoint by validation, else the newest. A damaged one is named to `warn` and the next is
+        tried. Raises ValueError when none is whole, or that of `step` is not there.
         """
         self.config()
         if step is None and steps_of(self.averaged):

@@ -225,7 +225,7 @@ ERRORS = [
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
-    ("evaluate {run} --split nope", "nope"),
+    ("evaluate {run} --split nope", "nope.*own corpus; --source and --reference name other"),
     ("evaluate {run} --source {one}", "--source and --reference belong together"),
     ("evaluate {run} --source {one} --reference {one} --split test", "--split is of the run's own"),
     ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),

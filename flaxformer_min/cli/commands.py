@@ -291,7 +291,12 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
         raise ValueError("--source and --reference belong together; give both or neither.")
     if args.source is None:
         split = args.split or "test"
-        pairs = list(read_pairs(data.corpus, split, data.languages, data.cache_dir))
+        try:
+            pairs = list(read_pairs(data.corpus, split, data.languages, data.cache_dir))
+        except ValueError as error:
+            raise ValueError(
+                f"{error} That is the run's own corpus; --source and --reference name other text."
+            ) from error
         return f"{split} of {data.corpus}", data.languages, pairs
     if args.split is not None:
         raise ValueError("--split is of the run's own corpus; leave it out beside --source.")
