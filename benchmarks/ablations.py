@@ -61,7 +61,7 @@ KEEP = {"training.average-checkpoints": 5, "training.keep-checkpoints": 5}
 """Does not change what is learned; in the base, so that a row can be read from its runs."""
 
 ROWS = (
-    Row("base", "nothing: 4 + 4 layers, 4 heads, pre-norm", KEEP),
+    Row("base", "nothing: 4 + 4 layers, 4 heads, pre-norm, subword sampling", KEEP),
     Row("heads-1", "(A) 1 head of 128", {"model.num-heads": 1}),
     Row("heads-8", "(A) 8 heads of 16", {"model.num-heads": 8}),
     Row("layers-1", "(C) N = 1", {"model.num-layers": 1}),
@@ -72,7 +72,7 @@ ROWS = (
     Row("halves", "(E) all sines, then all cosines", {"model.positional-encoding": "halves"}),
     Row("post-norm", "norm after the sum, as the paper", {"model.norm": "post"}),
     Row("r-drop", "R-Drop, α = 5 (two readings a step)", {"training.r-drop": 5.0}),
-    Row("subwords", "subword sampling, α = 0.2", {"data.subword-sampling": 0.2}),
+    Row("no-subwords", "no subword sampling", {"data.subword-sampling": 0.0}),
     Row("ema", "moving average of parameters, 0.999", {"training.ema-decay": 0.999}),
     Row("average", "mean of the last 5 checkpoints", KEEP, mean=True),
 )

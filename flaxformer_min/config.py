@@ -218,7 +218,8 @@ class TrainingConfig:
     """Factor on equation 3; 1 is the paper."""
 
     cooldown_steps: int = setting(0, at_least=0, may_change=True)
-    """Over the last steps the learning rate falls to zero in a line; 0 is the paper."""
+    """Over the last steps, or all where there are fewer, the learning rate falls to zero in a line;
+    0 is the paper."""
 
     adam_b1: float = setting(0.9, at_least=0, less_than=1)
     """Adam's β₁."""

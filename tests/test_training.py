@@ -91,6 +91,15 @@ def test_the_cooldown_ends_near_zero_and_leaves_the_rest_alone():
     assert 0 < float(cooled(99)) < float(plain(99)) / 15
 
 
+def test_a_run_shorter_than_its_cooldown_begins_at_the_full_rate():
+    whole, longer = (
+        TrainingConfig(steps=100, warmup_steps=1, cooldown_steps=steps) for steps in (100, 1_000)
+    )
+    rates = [[float(learning_rate(64, each)(i)) for i in range(100)] for each in (whole, longer)]
+    assert rates[0] == rates[1]
+    assert rates[0][0] == pytest.approx(64**-0.5 * 100 / 101)
+
+
 @pytest.fixture(scope="module")
 def learner():
     config = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)

@@ -13,14 +13,16 @@ def learning_rate(d_model: int, config: TrainingConfig) -> Callable[[Int[Array, 
 
     Steps count from 1 in the paper and from 0 in optax, so that the first update is step 1. With
     `cooldown_steps` the rate then falls in a line, to reach zero after the last step (Zhai et al.
-    2022, "Scaling vision transformers"); the paper has none.
+    2022, "Scaling vision transformers"); the paper has none. A run of fewer steps cools down from
+    its first one on.
 
     >>> rate = learning_rate(512, TrainingConfig(warmup_steps=4000))
     >>> [f"{float(rate(step - 1)):.2e}" for step in (1, 4000, 16000)]
     ['1.75e-07', '6.99e-04', '3.49e-04']
     """
     scale = config.learning_rate_scale * d_model**-0.5
-    warmup, cooldown, last = config.warmup_steps, config.cooldown_steps, config.steps
+    warmup, last = config.warmup_steps, config.steps
+    cooldown = min(config.cooldown_steps, last)
 
     def rate(count: Int[Array, ""] | int) -> Float[Array, ""]:
         step = jnp.asarray(count, jnp.float32) + 1
