@@ -10,6 +10,7 @@ STARTED = time.perf_counter()  # before the imports, for a user waits for them t
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import runpy
 import shlex
@@ -254,11 +255,15 @@ def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> Non
     data, model = config.data, config.model
     stride = -(-len(pairs) // data.tokenizer_sample)
 
+    @functools.cache
+    def sample() -> list[tuple[str, str]]:
+        chosen = pairs[::stride]
+        say(f"Training the tokenizer on {len(chosen):,} pairs.")
+        return chosen
+
     def learn(path: Path, vocab_size: int, sides: tuple[int, ...]) -> None:
         def lines() -> Iterator[str]:
-            sample = pairs[::stride]
-            say(f"Training the tokenizer on {len(sample):,} pairs.")
-            yield from (pair[side] for pair in sample for side in sides)
+            yield from (pair[side] for pair in sample() for side in sides)
 
         train_tokenizer(
             lines(),

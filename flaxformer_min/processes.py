@@ -71,8 +71,8 @@ def together(
     """Be one of several processes while the body runs, if told so or started so by a cluster.
 
     To be entered before jax computes anything. `prepare` is called with the number of processes,
-    before jax looks for devices. An error in the body of one process ends all of
-    them, with its words: waiting for it, as jax does at exit, would be for ever.
+    before jax looks for devices. An error in the body of one process ends all of them, with its
+    words: waiting for it, as jax does at exit, would be for ever.
     """
     cluster = None if settings.coordinator else _cluster()
     if not (settings.coordinator or cluster):

@@ -192,15 +192,16 @@ def encode_pairs(
     """
     parts = (FORMAT, fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, ways)
     folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+    encoded = None
     if folder.exists():
         try:
-            EncodedPairs.load(folder)
+            encoded = EncodedPairs.load(folder)
         except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError):  # damaged
             shutil.rmtree(folder)
-    if not folder.exists():
+    if encoded is None:
         with folder_atomically(folder) as scratch:
             _write(pairs, tokenizers, row_lengths, scratch, ways)
-    encoded = EncodedPairs.load(folder)
+        encoded = EncodedPairs.load(folder)
     if not encoded.counts.kept:
         raise ValueError(
             f"a split must hold at least one usable pair; got {encoded.counts}. Look at the text, "
