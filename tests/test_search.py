@@ -39,7 +39,7 @@ def fast_model(table, called=None):
 
     def step(tokens, states):
         if called is not None:
-            jax.debug.callback(called)
+            jax.debug.callback(partial(called, len(tokens)))
         states = next_state(states, tokens)
         return table[states], states
 
@@ -120,36 +120,61 @@ def test_a_narrow_beam_is_the_one_in_plain_python(alpha, beam_size, n_best, voca
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
-@pytest.mark.parametrize("rooms", [(4,), (1, 2, 3), (2, 11), (12,)])
-def test_a_cache_that_grows_on_the_way_changes_nothing(beam_size, rooms):
+@pytest.mark.parametrize(
+    "sentences, rooms", [(41, (4,)), (41, (1, 2, 3)), (6, (2, 11)), (6, (12,))]
+)
+def test_a_cache_that_grows_on_the_way_changes_nothing(beam_size, sentences, rooms):
     """This one holds all tokens so far, and what has no place in it is lost."""
-    table, seeds, steps = random_table(9, spread=3.0), jnp.arange(6), 12
-    max_length, batch = jnp.array([12, 7, 1, 9, 12, 3]), jnp.arange(6)[:, None]
+    table, seeds, steps = random_table(9, spread=3.0), jnp.arange(sentences), 12
+    max_length = jnp.tile(jnp.array([12, 7, 1, 9, 12, 3]), 7)[:sentences]
 
     def step(tokens, cache):
-        written, column = cache
+        seeds, written, column = cache
         written = written.at[:, :, column].set(tokens, mode="drop")
         states = jnp.broadcast_to(seeds[:, None], tokens.shape)
         for place in range(written.shape[2]):
             read = next_state(states, written[:, :, place])
             states = jnp.where(place <= column, read, states)
-        return table[states], (written, column + 1)
+        return table[states], (seeds, written, column + 1)
 
     def reorder(cache, parents):
-        return cache[0][batch, parents], cache[1]
+        seeds, written, column = cache
+        return seeds, jnp.take_along_axis(written, parents[:, :, None], axis=1), column
 
     def grow(cache, room):
-        more = room - cache[0].shape[2]
-        return jnp.pad(cache[0], ((0, 0), (0, 0), (0, more))), cache[1]
+        seeds, written, column = cache
+        more = room - written.shape[2]
+        return seeds, jnp.pad(written, ((0, 0), (0, 0), (0, more))), column
 
-    cache = jnp.zeros((6, beam_size, rooms[0]), jnp.int32), jnp.int32(0)
+    cache = seeds, jnp.zeros((sentences, beam_size, rooms[0]), jnp.int32), jnp.int32(0)
     settings = {"steps": steps, "beam_size": beam_size, "n_best": beam_size}
     found = jax.jit(partial(search, step, reorder, rooms=rooms, grow=grow, **settings))(
-        cache, no_prefix(6), max_length
+        cache, no_prefix(sentences), max_length
     )
-    expected = find(table, list(range(6)), max_length.tolist(), **settings)
+    expected = find(table, list(range(sentences)), max_length.tolist(), **settings)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.score, expected.score, atol=1e-6)
+
+
+@pytest.mark.parametrize("long", [0, 1, 16, 17, 40])
+def test_the_last_live_sentences_go_on_without_those_that_are_done(long):
+    """Sixteen at most, of 40; and each is searched as in plain Python."""
+    table = jax.nn.log_softmax(random_table(9).at[:, EOS].set(-30.0))  # all end at their limit
+    max_length = [4] * 40
+    for row in range(long):
+        max_length[row * 7 % 40] = 10
+    sizes = Mock()
+    settings = {"beam_size": 2, "n_best": 2, "length_penalty": 1.0}
+    found = find(table, list(range(40)), max_length, called=sizes, steps=10, **settings)
+    jax.effects_barrier()
+    together = 4 if long <= 16 else 10
+    expected_sizes = [40] * together + [16] * (10 - together) * (long > 0)
+    assert [call.args[0] for call in sizes.call_args_list] == expected_sizes
+    for row in (0, 1, 7, 39):
+        expected = slow_search.beam(
+            slow_model(table, row), max_length=max_length[row], alpha=1.0, beam_size=2, n_best=2
+        )
+        assert_same(found, row, expected)
 
 
 @pytest.mark.parametrize("logit", [-50.0, 50.0])

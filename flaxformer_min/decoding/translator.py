@@ -449,30 +449,29 @@ def _search(
     rooms = [width // 2] * (width > 32) + [width + width // 8 + 4]
     rooms = [room for room in rooms if room < steps]
     tokens = one_sentence_per_row(source)
-    memories, caches, forced = [], [], []
+    caches, forced = [], []
     for model, weights in zip(models, params, strict=True):
         memory = model.apply({"params": weights}, tokens, method="remember")
         # Without the barrier XLA moves a transposition of these keys into every step.
         memory = jax.lax.optimization_barrier(memory)
         start = (memory, options.beam_size, [*rooms, steps][0], prefix)
         cache, log_probs = model.apply({"params": weights}, *start, method="start")
-        memories.append(memory)
-        caches.append(cache)
+        caches.append((memory, cache))
         forced.append(log_probs)
 
     def step(tokens, caches):
         log_probs, after = [], []
-        for model, weights, memory, cache in zip(models, params, memories, caches, strict=True):
+        for model, weights, (memory, cache) in zip(models, params, caches, strict=True):
             logits, cache = model.apply({"params": weights}, tokens, memory, cache, method="step")
             log_probs.append(logits if len(models) == 1 else jax.nn.log_softmax(logits))
-            after.append(cache)
+            after.append((memory, cache))
         return _mean_probability(log_probs), after
 
     def reorder(caches, parents):
-        return [cache.reorder(parents) for cache in caches]
+        return [(memory, cache.reorder(parents)) for memory, cache in caches]
 
     def grow(caches, room):
-        return [cache.grow(prefix.shape[1] + room) for cache in caches]
+        return [(memory, cache.grow(prefix.shape[1] + room)) for memory, cache in caches]
 
     begin = Prefix(first_tokens(prefix), (prefix != PAD).sum(1), _mean_probability(forced).sum(1))
     keys = None
