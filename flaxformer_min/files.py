@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 PARTIAL = ".partial"
 """How the name ends of what is still being written."""
@@ -15,20 +16,24 @@ ABANDONED = 24 * 3600
 """Seconds after which a folder that nobody adds to was left by a process that was killed."""
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all, with the permissions of any new file.
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in, which is at `path` once the body has ended well; else nothing is.
 
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomically(Path(folder) / "a" / "b.txt", "done")
-    ...     (Path(folder) / "a" / "b.txt").read_text()
-    'done'
+    It has the permissions of any new file. Of a link the target is replaced; a device or a pipe is
+    written to as it is. Raises ValueError where there is no folder for it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.parent)!r} to write in; make it first.")
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(scratch, 0o666 & ~_umask())
@@ -36,6 +41,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is there whole or not at all, in a folder that is made if need be.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(Path(folder) / "a" / "b.txt", "done")
+    ...     (Path(folder) / "a" / "b.txt").read_text()
+    'done'
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import importlib.resources
 import importlib.util
 import json
 import math
-import os
 import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from flaxformer_min.files import open_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,16 +131,10 @@ def save(figure: "Figure", path: str | Path) -> None:
         raise ValueError(
             f"A figure is saved as {', '.join(_SUFFIXES)}; got {str(path)!r}. Choose one of these."
         )
-    if not path.parent.is_dir():
-        raise ValueError(f"There is no folder {str(path.parent)!r} to save in; make it first.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     # Without a date, equal figures are equal files.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    try:
-        figure.savefig(partial, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_atomically(path) as file:
+        figure.savefig(file, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
 
 
 def attention_page(

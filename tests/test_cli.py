@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,6 +242,7 @@ ERRORS = [
     ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
     ("plot curves {folder} --output {tmp}/map.png", "is no run"),
+    ("translate {run} --min-length 3000000000", "at most 100,000; got '3000000000'"),
 ]
 
 
@@ -259,7 +261,7 @@ def watched(monkeypatch):
     attention = Attention(weights, weights, weights, *tokens)
     asked = []
 
-    def watch(self, source, target=None):
+    def watch(self, source, target=None, *, warn):
         asked.append((source, target))
         return attention
 
@@ -486,6 +488,15 @@ def test_each_token_has_its_score(call, one_nat):
     assert json.loads(out) == {"line": 1, "log_prob": -7, "tokens": tokens, "log_probs": [-1] * 7}
 
 
+def test_a_perplexity_without_bound_is_told_and_is_no_number_in_json(call, places, monkeypatch):
+    """As `score` tells it: "inf"."""
+    endless = lambda self, pairs, **_: [PairScore(["</s>"], [-math.inf])] * len(pairs)  # noqa: E731
+    monkeypatch.setattr(Translator, "score", endless)
+    line = "evaluate {run} --source {one} --reference {one} --beam-size 1"
+    assert "perplexity = inf per target token" in call(line)[1]
+    assert json.loads(call(f"{line} --json")[1])["perplexity"] is None
+
+
 def test_no_pairs_have_no_perplexity(call, one_nat):
     assert call("score {run} {none} {none}") == (0, "", "0 pairs, 0 target tokens, EOS included\n")
 
@@ -571,6 +582,26 @@ def test_a_figure_shows_the_layer_and_head_asked_for(call, watched, monkeypatch,
     assert (shown[0][..., 0, 0] * 16).tolist() == top_left
 
 
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_a_named_pipe_is_written_to_and_stays_one(call, watched, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    os.mkfifo(tmp_path / f"map.{suffix}")
+    with subprocess.Popen(["cat", tmp_path / f"map.{suffix}"], stdout=subprocess.PIPE) as reader:
+        assert call(f"plot attention {{run}} hi --output {{tmp}}/map.{suffix}") == (0, "", "")
+        assert len(reader.stdout.read()) > 1_000
+    assert (tmp_path / f"map.{suffix}").is_fifo()
+
+
+def test_a_sentence_that_is_too_long_is_looked_at_as_far_as_it_is_read(call, tmp_path):
+    status, _, err = call(
+        "plot attention {run} " + "4" * 1_500 + " --target A --output {tmp}/a.html"
+    )
+    assert status == 0
+    assert re.fullmatch(
+        r"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first 1,023 are read.\n", err
+    )
+
+
 def test_attention_becomes_a_page(call, tmp_path):
     """With a real model: who looks at whom while "A" is written, and in the encoder."""
     assert call("plot attention {run} red --target A --output {tmp}/map.html") == (0, "", "")
@@ -624,6 +655,35 @@ def test_a_program_that_waits_for_each_answer_gets_it(places, environment, numbe
         assert running.wait(timeout=60) == status
         assert running.stderr.read() == b""
         assert running.stdout.read() == b""
+
+
+def test_output_to_a_pipe_of_the_shell_is_written_to(places, environment):
+    command = f"echo red | {' '.join(COMMAND)} translate {places['run']} --output /dev/stdout | cat"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], env=environment, capture_output=True, timeout=300
+    )
+    assert (done.returncode, done.stdout.count(b"\n"), done.stderr) == (0, 1, b"")
+
+
+def test_a_second_signal_does_not_even_wait_for_the_batch(places, environment):
+    """Nor for the thread that runs it, as Python would at its end."""
+    program = (
+        "import sys, time; from flaxformer_min import cli;"
+        "from flaxformer_min.decoding.translator import Translator;"
+        "started = lambda: (print('running', file=sys.stderr, flush=True), time.sleep(600));"
+        "Translator._program = lambda *given: started;"
+        "sys.argv[1:] = ['translate', sys.argv[1]]; sys.exit(cli.main())"
+    )
+    command = [sys.executable, "-c", program, str(places["run"])]
+    with process(command, environment) as running:
+        running.stdin.write(b"red\n")
+        running.stdin.flush()
+        assert running.stderr.readline() == b"running\n"
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # two at once are one
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=30) == 130
+        assert running.stderr.read() == b""
 
 
 def test_a_closed_pipe_ends_it_quietly(places, environment):

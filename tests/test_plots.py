@@ -225,8 +225,8 @@ def test_a_figure_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path.write_text("the old one")
     figure = plots.curves_figure([])
 
-    def dies_halfway(partial, **settings):
-        partial.write_text("half")
+    def dies_halfway(file, **settings):
+        file.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(figure, "savefig", dies_halfway)

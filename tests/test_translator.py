@@ -1,6 +1,8 @@
 """The translator: every line gets its own translation, whatever stands beside it."""
 
+import copy
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
 from flaxformer_min.decoding.search import Sampling
-from flaxformer_min.decoding.translator import LENGTHS, Translator
+from flaxformer_min.decoding.translator import LENGTHS, PLACES, Translator
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -248,6 +250,33 @@ def test_attention_is_shown_of_a_model_that_was_trained_without_seeing_it(transl
         strict=True,
     ):
         assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("batch_size", [64, 512])
+@pytest.mark.parametrize("longest", [12, 65, 129, 300, 700, 1024])
+def test_a_batch_is_padded_to_a_size_that_fits_into_memory(translator, batch_size, longest):
+    """Long sentences come in small batches, which hold no rows that nobody needs."""
+    small = copy.copy(translator)
+    small.decoding = dataclasses.replace(translator.decoding, batch_size=batch_size)
+    width = min(width for width in LENGTHS if width >= longest)
+    for sentences in (1, 20, 100, 5_000):
+        rows = small._rows(sentences, longest)
+        assert rows * width <= max(PLACES, width) and rows <= batch_size
+    numbers = list(range(300))
+    for batch in small._batches(numbers, [longest] * 300):
+        assert len(batch) == small._rows(len(batch), longest) or batch[-1] == 299
+
+
+def test_one_text_is_no_list_of_texts(translator):
+    """It would be translated letter by letter."""
+    with pytest.raises(ValueError, match=r"lines must be a list of texts.*\[text\]"):
+        translator.translate("the red house")
+    with pytest.raises(ValueError, match="prefixes must be a list"):
+        translator.hypotheses(["a"], translator.options(), "b")
+    score = inspect.unwrap(Translator.score)  # without these tests' own check of types
+    for pairs in ("the red house", ("the red house", "a"), [("a", "b", "c")]):
+        with pytest.raises(ValueError, match=r"pairs must be \(source, target\) each"):
+            score(translator, pairs)
 
 
 def test_nothing_is_compiled_twice_for_the_same_shapes(run):

@@ -29,22 +29,16 @@ def main(argv: list[str] | None = None) -> int:
                     _prepare_jax()
                 return args.command(args, stop)
             except KeyboardInterrupt:
+                if stop.came_twice and argv is None:
+                    _drop_stdout()
+                    os._exit(stop.status)  # Python's own end waits for a batch that is running
                 return stop.status or 130
     except BrokenPipeError:
         _drop_stdout()
         return CLOSED_PIPE
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         _drop_stdout()
         print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(
-            "flaxformer-min: error: the device has not enough memory for this; choose a smaller "
-            "--batch-size, --beam-size or --max-extra-tokens.",
-            file=sys.stderr,
-        )
         return 2
 
 
@@ -59,6 +53,11 @@ def _drop_stdout() -> None:
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            "the device has not enough memory for this; choose a smaller --batch-size, --beam-size "
+            "or --max-extra-tokens where there are such, or shorter text."
+        )
     return str(error)
 
 

@@ -121,8 +121,7 @@ def _add_plots(commands: Any) -> None:
         help="layer of a figure, 1 the lowest (default: the highest)")
     add("--head", type=_head, metavar="N|mean|all",
         help="head of a figure, from 1, their mean, or a panel for each (default: all)")
-    add("--step", type=_number(int, at_least=0), metavar="N",
-        help="checkpoint of this step (default: the best, else the newest)")
+    _add_step(parser)
     purpose = "show the positional encoding in both its layouts"
     parser = _add_command(commands, "positions", purpose, plot_positions)
     parser.add_argument("--output", **output, help=".png, .svg or .pdf (no default)")
@@ -148,7 +147,7 @@ def _add_search(parser: _Parser) -> None:
         help=f"the larger, the longer the translations ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"tokens a translation may have more than its source ({OWN})")
-    add("--min-length", type=_number(int, at_least=0), metavar="N", default=0,
+    add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
         help="tokens a translation must have (default: 0)")
 
 
@@ -170,12 +169,15 @@ def _add_sampling(parser: _Parser) -> None:
 
 
 def _add_device(parser: _Parser) -> None:
-    add = parser.add_argument
-    add("--step", type=_number(int, at_least=0), metavar="N",
+    _add_step(parser)
+    parser.add_argument("--batch-size", type=_number(int, at_least=1), metavar="N",
+        help=f"sentences at once on each device, fewer where they are long ({OWN})")
+
+
+def _add_step(parser: _Parser) -> None:
+    parser.add_argument("--step", type=_number(int, at_least=0), metavar="N",
         help="checkpoint of this step (default: the mean of the last ones where the run kept it, "
         "else the best by validation, else the newest)")
-    add("--batch-size", type=_number(int, at_least=1), metavar="N",
-        help=f"sentences at once on each device ({OWN})")
 
 
 # fmt: on

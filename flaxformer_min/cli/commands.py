@@ -272,7 +272,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         "lowercase": args.lowercase,
         **{name: getattr(options, name) for name in SEARCH},
         **measured.to_dict(),
-        "perplexity": _finite(perplexity(log_prob, tokens)),
+        "perplexity": perplexity(log_prob, tokens),
         "target_tokens": tokens,
         **speed.to_dict(),
     }
@@ -309,7 +309,7 @@ def _translate_and_score(
     translator: Any, options: Any, pairs: list[tuple[str, str]], stop: Stop
 ) -> tuple[Speed, list[str], float, int]:
     """Translations of all pairs, and the log-probability and number of the references' tokens."""
-    warn = functools.cache(warn_user)  # both readings of a line may say the same
+    warn = functools.cache(warn_user)  # both readings of a source say the same
     speed, texts, log_prob, tokens = Speed(translator), [], 0.0, 0
     with progress(len(pairs)) as told:
         for start in range(0, len(pairs), CHUNK):
@@ -337,7 +337,8 @@ def _report(
 ) -> list[str]:
     """The lines that `evaluate` writes."""
     if args.json:
-        return [json.dumps(report, ensure_ascii=False)]
+        finite = {"perplexity": _finite(report["perplexity"])}
+        return [json.dumps(report | finite, ensure_ascii=False)]
     models = [
         f"{run}, {'mean up to ' if mean else ''}step {step:,}"
         for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
@@ -350,7 +351,7 @@ def _report(
         "search: " + ", ".join(f"{name.replace('_', ' ')} {report[name]}" for name in SEARCH),
         f"BLEU's tokenizer: {report['tokenize']}, {chosen}",
         *measured.lines(),
-        f"perplexity = {report['perplexity']} per target token, EOS included, of "
+        f"perplexity = {report['perplexity']:.4f} per target token, EOS included, of "
         f"{report['target_tokens']:,}",
         f"speed: {speed}",
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flaxformer_min.files import open_atomically
 from flaxformer_min.stop import StopRequest
 
 CHUNK = 1_024
@@ -30,11 +31,12 @@ class Stop(StopRequest):
     """
 
     patient = False
+    came_twice = False
 
     def _handle(self, number, frame) -> None:
-        again = bool(self)
+        self.came_twice = bool(self)
         self.signal_number = number
-        if again or not self.patient:
+        if self.came_twice or not self.patient:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
@@ -141,28 +143,11 @@ def read_aligned(*paths: str, warn: Callable = warn_user) -> Iterator[tuple[int,
         yield from aligned(*[stack.enter_context(open_lines(path, warn)) for path in paths])
 
 
-@contextlib.contextmanager
-def open_output(path: str | None) -> Iterator[BinaryIO]:
+def open_output(path: str | None) -> contextlib.AbstractContextManager[BinaryIO]:
     """Stdout, or a file that is there whole or not at all (a device or pipe is written to)."""
-    if path is None:
-        yield sys.stdout.buffer
-        return
-    place = Path(path).resolve()
-    if place.exists() and not place.is_file():
-        with place.open("wb") as file:
-            yield file
-        return
-    if not place.parent.is_dir():
-        raise ValueError(f"there is no folder {str(place.parent)!r} to write in; make it first.")
-    scratch = place.with_name(f".{place.name}.{os.getpid()}.partial")
-    try:
-        with scratch.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, place)
-    finally:
-        scratch.unlink(missing_ok=True)
+    return (
+        contextlib.nullcontext(sys.stdout.buffer) if path is None else open_atomically(Path(path))
+    )
 
 
 def write(output: BinaryIO, lines: list[str]) -> None:

@@ -18,7 +18,7 @@ def plot_attention(args: argparse.Namespace, stop: Stop) -> int:
     if page and (args.layer or args.head):
         raise ValueError("a page shows all layers and heads; leave out --layer and --head.")
     translator = load(args)
-    attention = translator.attention(args.sentence, args.target)
+    attention = translator.attention(args.sentence, args.target, warn=warn_user)
     if page:
         _save_page(args, attention)
     else:
@@ -58,14 +58,14 @@ def _save_page(args: argparse.Namespace, attention: Any) -> None:
 
 
 def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
-    """The encoding of 100 positions by 128 numbers."""
+    """The encoding of 20 positions by 512 numbers, as many as the paper's base model has."""
     _check_suffix(args.output, FIGURES)
     import jax.numpy as jnp
 
     from flaxformer_min.model.positions import sinusoidal_encoding
 
     both = [
-        sinusoidal_encoding(jnp.arange(100), 128, layout) for layout in ("interleaved", "halves")
+        sinusoidal_encoding(jnp.arange(20), 512, layout) for layout in ("interleaved", "halves")
     ]
     _save_figure(args.output, lambda plots: plots.positions_figure(*both))
     return 0

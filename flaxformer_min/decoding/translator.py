@@ -217,6 +217,8 @@ class Translator:
         than the last of `LENGTHS` is cut and named to `warn`, counted from `first_line`. Raises
         KeyboardInterrupt between two batches once `stop()`.
         """
+        _check_list("lines", lines)
+        _check_list("prefixes", prefixes)
         if prefixes is not None and len(prefixes) != len(lines):
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
@@ -252,17 +254,22 @@ class Translator:
         What is longer than the last of `LENGTHS` is cut; `warn`, `first_line` and `stop` are those
         of `hypotheses`.
         """
+        if any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+            raise ValueError(
+                "pairs must be (source, target) each; got one that is not. For one pair, give "
+                "[(source, target)]."
+            )
         encoded = [
             tokenizer.encode_batch([pair[side] for pair in pairs])
             for side, tokenizer in enumerate((self.source_tokenizer, self.target_tokenizer))
         ]
-        sources = self._cut(encoded[0], "source line", first_line, warn)
+        sources = self._cut(encoded[0], "line", first_line, warn)
         targets = self._cut(encoded[1], "target line", first_line, warn)
         results: list[PairScore | None] = [None] * len(pairs)
         lengths = [max(len(a), len(b)) for a, b in zip(sources, targets, strict=True)]
 
         def score(batch: list[int]) -> Callable[[], np.ndarray]:
-            rows = self._rows(len(batch))
+            rows = self._rows(len(batch), max(lengths[i] for i in batch))
             source = _padded([sources[i] for i in batch], rows, LENGTHS)
             target = _padded([targets[i] for i in batch], rows, LENGTHS)
             return self._program("score", _score, source, target)
@@ -275,19 +282,25 @@ class Translator:
                 results[number] = PairScore(self.target_tokenizer.pieces(ids), of_row)
         return results
 
-    def attention(self, source: str, target: str | None = None) -> Attention:
+    def attention(
+        self,
+        source: str,
+        target: str | None = None,
+        *,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> Attention:
         """What attends to what while `target` is written, by default the model's own translation.
 
-        Raises ValueError for several models, which have no attention in common.
+        What is longer than the last of `LENGTHS` is cut, and `warn` told. Raises ValueError for
+        several models, which have no attention in common.
         """
         if len(self.models) > 1:
             raise ValueError(f"attention is that of one model; got {len(self.models)}.")
+        source_ids = self._cut([self.source_tokenizer.encode(source)], "line", 1, warn)[0]
         if target is None:
-            target = self.translate([source])[0]
-        source_ids, target_ids = (
-            self.source_tokenizer.encode(source),
-            self.target_tokenizer.encode(target),
-        )
+            found = self.hypotheses([source], self.options(), warn=lambda said: None)
+            target = found[0][0].text
+        target_ids = self._cut([self.target_tokenizer.encode(target)], "target line", 1, warn)[0]
         both = [one_sentence_per_row(jnp.array([ids])) for ids in (source_ids, target_ids)]
         _, state = self.models[0].apply(
             {"params": self.params[0]}, Batch(*both), mutable=["intermediates"]
@@ -346,10 +359,9 @@ class Translator:
         Few sentences are shared out among the cores; a batch that is not full costs as much.
         """
         waiting = sorted(numbers, key=lambda number: (-lengths[number], number))
-        share = self._rows(-(-len(waiting) // self.cores))
+        share = -(-len(waiting) // self.cores)
         while waiting:
-            most = max(PLACES // _bucket(lengths[waiting[0]], LENGTHS), 1) * len(self.devices)
-            size = min(share, most)
+            size = self._rows(share, lengths[waiting[0]])
             yield waiting[:size]
             waiting = waiting[size:]
 
@@ -372,12 +384,14 @@ class Translator:
                     yield batch, running.result()
             for batch, running in waiting:
                 yield batch, running.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
 
-    def _rows(self, sentences: int) -> int:
-        """Rows a batch is padded to: a few sizes on each device."""
-        full = self.decoding.batch_size
+    def _rows(self, sentences: int, longest: int) -> int:
+        """Rows a batch is padded to: a few sizes on each device, and `PLACES` at most."""
+        full = min(self.decoding.batch_size, max(PLACES // _bucket(longest, LENGTHS), 1))
         sizes = [*(size for size in BATCHES if size < full), full]
         each = min(-(-sentences // len(self.devices)), full)
         return _bucket(each, sizes) * len(self.devices)
@@ -385,7 +399,7 @@ class Translator:
     def _search(
         self, sources: list[list[int]], forced: list[list[int]], lines: list[int], options: Options
     ) -> Callable[[], Hypotheses]:
-        rows = self._rows(len(sources))
+        rows = self._rows(len(sources), max(map(len, sources)))
         source = _padded(sources, rows, LENGTHS)
         # Left out where nobody has one: an array of no size crashes the compiler of jax 0.11.
         prefix = [_padded(forced, rows, (*LENGTHS, LONGEST_PREFIX))] if any(forced) else []
@@ -510,6 +524,11 @@ def _mean_probability(log_probs: list) -> Any:
     if len(log_probs) == 1:
         return log_probs[0]
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - np.log(len(log_probs))
+
+
+def _check_list(name: str, texts: Sequence[str] | None) -> None:
+    if isinstance(texts, str):
+        raise ValueError(f"{name} must be a list of texts; got one text. For one, give [text].")
 
 
 def _bucket(length: int, sizes: Sequence[int]) -> int:
