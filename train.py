@@ -1,7 +1,8 @@
-"""Train a translation model: python train.py [CONFIG.py] [--workdir RUN] [--model.d-ff 512 ...].
+"""Train a translation model: python train.py [CONFIG] [--workdir RUN] [--model.d-ff 512 ...].
 
-Without arguments it learns to translate embedded English phrases into Korean. A run that exists is
-gone on with. Every setting is listed by --help.
+Without arguments it learns to translate embedded English phrases into Korean. CONFIG is a Python
+file, or RUN/config.json: then that run is gone on with, as any run is that exists. Every setting is
+listed by --help.
 """
 
 import time
@@ -12,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import runpy
 import shlex
 import signal
@@ -90,7 +92,11 @@ class Arguments(Config):
 def say(text: str) -> None:
     """Tell the user, once."""
     if is_first():
-        tqdm.write(text)
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()  # or a log file shows it half an hour later
+        except BrokenPipeError:  # the reader has gone, the run has not
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Stopwatch:
@@ -149,27 +155,37 @@ def read_arguments(arguments: list[str]) -> Arguments:
     path = Path(arguments[0]) if named else DEFAULT_CONFIG
     if not path.is_file():
         raise ValueError(
-            f"a config is a Python file that ends in `config = Config(...)`; no {path}."
+            "a config is a Python file that ends in `config = Config(...)`, or the config.json of "
+            f"a run; no {path}."
         )
-    try:
-        config = runpy.run_path(str(path)).get("config")
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ValueError(
-            f"{path} must name settings that there are; {error}. `python train.py --help` lists "
-            "them."
-        ) from error
-    if not isinstance(config, Config):
-        raise ValueError(f"{path} must end in `config = Config(...)`; got {config!r}.")
+    if path.suffix == ".json":
+        config, workdir = Config.from_json(path.read_text(), path), path.parent
+    else:
+        config, workdir = read_config(path), Path("runs") / path.stem
     groups = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return tyro.cli(
         Arguments,
-        prog="train.py [CONFIG.py]",
+        prog="train.py [CONFIG]",
         description=__doc__,
-        default=Arguments(**groups, workdir=Path("runs") / path.stem),
+        default=Arguments(**groups, workdir=workdir),
         args=arguments[1:] if named else arguments,
     )
+
+
+def read_config(path: Path) -> Config:
+    """What a Python file calls `config`."""
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except Exception as error:  # a file of the user may raise anything
+        unknown = "unexpected keyword argument" in str(error)
+        way_out = "`python train.py --help` lists the settings that there are." if unknown else ""
+        raise ValueError(
+            f"{path} must be a Python file that makes a config; {type(error).__name__}: {error}. "
+            f"{way_out}".strip()
+        ) from error
+    if not isinstance(config, Config):
+        raise ValueError(f"{path} must end in `config = Config(...)`; got {config!r}.")
+    return config
 
 
 def work(run: RunFolder, config: Config, profile: Profile) -> int:
@@ -207,7 +223,7 @@ def work(run: RunFolder, config: Config, profile: Profile) -> int:
     watch.finish("data")
     model = Transformer(fit_vocabulary(config.model, tokenizers))
     state, checkpoints = init_state(model, config.training), run.open_checkpoints(config)
-    announce(run, config, model, state, encoded, rows.epoch(0))
+    announce(run, model, state, rows.epoch(0))
     translator = Translator([model.config], [state.params], tokenizers, config.decoding)
     held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch, *share)
     with StopRequest("finishing this step, then saving; once more to end at once") as stop:
@@ -312,20 +328,11 @@ def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:
             )
 
 
-def announce(
-    run: RunFolder,
-    config: Config,
-    model: Transformer,
-    state: TrainState,
-    encoded: dict[str, EncodedPairs],
-    epoch: EpochBatches,
-) -> None:
+def announce(run: RunFolder, model: Transformer, state: TrainState, epoch: EpochBatches) -> None:
     """Say what is about to happen."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    tokens = [
-        side.lengths.sum() / len(epoch)
-        for side in (encoded["train"].source, encoded["train"].target)
-    ]
+    sides = epoch.encoded.source, epoch.encoded.target
+    tokens = [side.lengths.sum() / len(epoch) for side in sides]
     say(
         f"{describe()}; run folder {run.path}\n"
         f"{parameters / 1e6:.1f} M parameters, vocabulary {model.config.vocab_size:,}; "
@@ -435,7 +442,10 @@ def try_average(
     step: int,
 ) -> None:
     """Hold the mean of the newest checkpoints against the best one; keep it where it is better."""
-    steps, mean = mean_of_newest(run.checkpoints, config.training.average_checkpoints, say)
+    training = config.training
+    steps, mean = mean_of_newest(
+        run.checkpoints, training.average_checkpoints, say, training.save_every
+    )
     say(f"The mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}:")
     scores = validate(mean, step)
     if scores is None:

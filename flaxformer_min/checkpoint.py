@@ -57,6 +57,23 @@ def checksum(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
+class KeepTheNewest:
+    """Orbax's preservation policy for the newest checkpoint, and the newest so many that were due.
+
+    One that a signal asked for is not due, so a run that was cut keeps what an uncut one keeps.
+    """
+
+    def __init__(self, keep: int, every: int):
+        """Those of steps divided by `every` were due."""
+        self.keep, self.every = keep, every
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer for each checkpoint."""
+        steps = sorted(checkpoint.step for checkpoint in checkpoints)
+        kept = {*_due(steps, self.every)[-self.keep :], *steps[-1:]}
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
 class KeepTheBest:
     """Orbax's preservation policy for the checkpoint of the lowest rank, the newest among equals.
 
@@ -86,10 +103,11 @@ class Checkpoints:
     restored alone.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, every: int = 1):
         """Open `folder`, made if need be. Leftovers of a save that was killed are removed.
 
-        The `keep` newest checkpoints are kept, and the one of the lowest rank.
+        The `keep` newest checkpoints that were due, `every` so many steps, are kept, and the newest
+        of all, and the one of the lowest rank.
         """
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
@@ -97,7 +115,7 @@ class Checkpoints:
         self.folder = folder
         described = {step: _description(folder, step) for step in steps_of(folder)}
         self._ranks = {step: meta["rank"] for step, meta in described.items() if meta}
-        policies = [managers.LatestN(keep), KeepTheBest(self._ranks)]
+        policies = [KeepTheNewest(keep, every), KeepTheBest(self._ranks)]
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -117,7 +135,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
-        meta = {**meta, "step": step, "rank": rank, "checksums": checksums}
+        # A copy: Orbax writes it later, when its owner may have gone on counting in it.
+        meta = json.loads(json.dumps({**meta, "step": step, "rank": rank, "checksums": checksums}))
         meta["checksum"] = _meta_checksum(meta)
         if count() > 1:
             state = on_all_processes(state)
@@ -251,15 +270,17 @@ def restore_params(
 
 
 def mean_of_newest(
-    folder: Path, count: int, warn: Callable[[str], None]
+    folder: Path, count: int, warn: Callable[[str], None], every: int = 1
 ) -> tuple[list[int], PyTree]:
     """The mean of what the newest `count` whole checkpoints translate with, and their steps.
 
-    Section 6.1 takes the last 5 (base) or 20 (big). Raises ValueError when none is whole.
+    Section 6.1 takes the last 5 (base) or 20 (big). Those that were not due, `every` so many steps,
+    are left out, but for the newest. Raises ValueError when none is whole.
     """
     used: list[int] = []
     total: PyTree = None
-    for step in steps_of(folder):
+    steps = steps_of(folder)
+    for step in sorted({*steps[:1], *_due(steps, every)}, reverse=True):
         try:
             params = jax.device_get(restore_params(folder, step, warn)[1])
         except ValueError:
@@ -322,6 +343,11 @@ def steps_of(folder: Path) -> list[int]:
     """Of the checkpoints in a folder, newest first. An unfinished save has a longer name."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def _due(steps: Sequence[int], every: int) -> list[int]:
+    """Those that a run which nobody stopped would have saved, whether they rank or not."""
+    return [step for step in steps if step % every == 0]
 
 
 def _best_first(folder: Path, steps: list[int]) -> list[int]:

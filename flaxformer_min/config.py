@@ -251,7 +251,7 @@ class TrainingConfig:
     clip_norm: float | None = setting(None, more_than=0)
     """Scale a larger gradient down to this norm; None is the paper."""
 
-    seed: int = setting(0, at_least=0)
+    seed: int = setting(0, at_least=0, less_than=2**32)
     """Of parameters, dropout and the order of rows."""
 
     log_every: int = setting(50, at_least=1, may_change=True)
@@ -340,6 +340,12 @@ class Config:
             raise ValueError(
                 "decoding.beam_size must not exceed model.vocab_size, for there are no more "
                 f"continuations; got {self.decoding.beam_size} and {self.model.vocab_size}."
+            )
+        dropouts = ("dropout", "attention_dropout", "feed_forward_dropout")
+        if self.training.r_drop and not any(getattr(self.model, name) for name in dropouts):
+            raise ValueError(
+                "training.r_drop compares two readings under different dropout, and there is none: "
+                f"all of model.{', model.'.join(dropouts)} are 0. Set one of them, or leave it out."
             )
 
     def to_json(self) -> str:

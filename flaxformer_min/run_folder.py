@@ -149,7 +149,8 @@ class RunFolder:
 
     def open_checkpoints(self, config: Config) -> Checkpoints:
         """The checkpoints, for writing."""
-        return Checkpoints(self.checkpoints, config.training.keep_checkpoints)
+        training = config.training
+        return Checkpoints(self.checkpoints, training.keep_checkpoints, training.save_every)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator["RunFolder"]:

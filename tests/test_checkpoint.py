@@ -44,6 +44,17 @@ def restore(folder):
         checkpoints.close()
 
 
+def test_what_is_saved_is_what_was_given_though_its_owner_goes_on_counting(tmp_path, monkeypatch):
+    """Orbax writes the description later, in a thread of its own."""
+    checkpoints = Checkpoints(tmp_path, 5)
+    given, meta = [], {"window": {"loss": 1.0}}
+    monkeypatch.setattr(checkpoints._manager, "save", lambda step, args, force: given.append(args))
+    checkpoints.save(1, a_state(1), meta)
+    meta["window"]["loss"] += 1
+    checkpoints.close()
+    assert given[0].meta.item["window"] == {"loss": 1.0}
+
+
 def assert_equal(state, step):
     expected = a_state(step)
     assert (

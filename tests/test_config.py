@@ -245,20 +245,32 @@ def test_differences_name_what_a_continued_run_must_not_change():
 
 
 MUST_STAY = """
-data.corpus data.languages data.rows_per_batch
+data.corpus data.languages data.rows_per_batch data.source_row_length data.target_row_length
+data.tokenizer_sample data.subword_sampling
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.embeddings
 training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
 training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
-training.seed
+training.seed training.r_drop training.ema_decay training.best_by
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype model.attention
 model.remat
 training.steps training.log_every training.validate_every training.save_every training.debug_nans
+training.cooldown_steps training.average_checkpoints training.validation_sentences
+training.keep_checkpoints training.patience training.max_skipped
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
 """
+
+
+def test_of_every_setting_it_is_said_whether_it_may_change():
+    settings = [
+        f"{group.name}.{field.name}"
+        for group in dataclasses.fields(Config)
+        for field in dataclasses.fields(group.type)
+    ]
+    assert sorted([*MUST_STAY.split(), *MAY_CHANGE.split()]) == sorted(settings)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import train
 from benchmarks.crash import differences, leftovers, newest, write_corpus
 from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state
 
@@ -96,6 +97,14 @@ def cut(config, workdir, step, *overrides):
             2, (2, 5), "norm='pre'", "gradient_accumulation=2", [], id="pre-norm, accumulating"
         ),
         pytest.param(4, (3, 5), "", "", ["--data.workers", "1"], id="worker processes"),
+        pytest.param(
+            4,
+            (4, 7, 8),
+            "",
+            "ema_decay=0.9, r_drop=1.0, cooldown_steps=5, average_checkpoints=2",
+            [],
+            id="all that regularises",
+        ),
     ],
 )
 def test_a_run_cut_anywhere_equals_the_uncut_run_bit_for_bit(
@@ -113,6 +122,8 @@ def test_a_run_cut_anywhere_equals_the_uncut_run_bit_for_bit(
         cut(config, tmp_path / "cut", step, *data)
     assert run(config, tmp_path / "cut", *data) == 0
     assert differences(tmp_path / "uncut", tmp_path / "cut") == []
+    step, *params = (RunFolder(tmp_path / name).params() for name in ("uncut", "cut"))
+    jax.tree.map(np.testing.assert_array_equal, step, *params)
 
 
 def test_a_run_that_ended_is_lengthened_as_if_it_had_been_longer_from_the_start(tmp_path, config):
@@ -323,8 +334,47 @@ def test_a_config_file_with_a_setting_that_is_none_names_it(tmp_path, capsys):
     )
     assert train.main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert "must name settings that there are" in error and "'rows_per_bach'" in error
-    assert "--help" in error and "Traceback" not in error
+    assert "must be a Python file that makes a config; TypeError" in error
+    assert "'rows_per_bach'" in error and "--help" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "text, what", [("config = ", "SyntaxError"), ("import no_such_module", "no_such_module")]
+)
+def test_a_config_file_that_does_not_run_is_told_in_a_sentence(tmp_path, text, what, capsys):
+    (tmp_path / "config.py").write_text(text + "\n")
+    assert train.main([str(tmp_path / "config.py")]) == 2
+    error = capsys.readouterr().err
+    assert what in error and "config.py must be a Python file" in error
+
+
+def test_a_run_goes_on_by_the_settings_it_keeps(tmp_path, config):
+    """`train.py RUN/config.json` is that run, wherever its folder is now."""
+    assert run(config, tmp_path / "first", "--training.steps", "3") == 0
+    os.rename(tmp_path / "first", tmp_path / "moved")
+    kept = str(tmp_path / "moved" / "config.json")
+    assert train.read_arguments([kept]).workdir == tmp_path / "moved"
+    assert train.main([kept, "--training.steps", "6"]) == 0
+    assert newest(tmp_path / "moved")[0] == 6
+
+
+def test_a_reader_who_goes_does_not_end_the_run(tmp_path, config):
+    """Nor cost it what it has learned: `train.py | tee log`, and Ctrl-C, which ends both."""
+    code = (
+        f"import sys, train; status = train.main([{config!r}, '--workdir', "
+        f"{str(tmp_path / 'run')!r}]); sys.stderr.write(f'status {{status}}')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as training:
+        training.stdout.readline()
+        training.stdout.close()
+        assert training.stderr.read().endswith("status 0")
+    assert newest(tmp_path / "run")[0] == 9
 
 
 @pytest.mark.parametrize(

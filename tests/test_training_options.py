@@ -19,6 +19,7 @@ from flaxformer_min.checkpoint import (
     mean_of_newest,
     rank_of_best,
     restore_params,
+    steps_of,
 )
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.rows import (
@@ -178,6 +179,18 @@ def test_the_mean_is_that_of_whole_checkpoints(tmp_path):
     np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
 
 
+def test_a_checkpoint_that_a_signal_asked_for_changes_neither_the_mean_nor_what_is_kept(tmp_path):
+    """Saves are due every 10 steps here; the newest counts in any case."""
+    checkpoints = Checkpoints(tmp_path / "c", keep=2, every=10)
+    for step in (10, 13, 20, 24, 30, 31):
+        checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {})
+    checkpoints.close()
+    assert steps_of(tmp_path / "c") == [31, 30, 20]
+    assert mean_of_newest(tmp_path / "c", 2, pytest.fail, every=10)[0] == [31, 30]
+    save_numbers(tmp_path / "d", {10: 1.0, 13: 2.0, 20: 3.0})
+    assert mean_of_newest(tmp_path / "d", 2, pytest.fail, every=10)[0] == [20, 10]
+
+
 def test_a_moving_average_is_what_decoding_restores(tmp_path):
     save_numbers(tmp_path / "c", {1: 5.0}, name="average")
     np.testing.assert_array_equal(
@@ -213,7 +226,9 @@ def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses
         asked.append((params["a"].tolist(), step))
         return {"validation_loss": losses[1]}
 
-    config = Config(training=TrainingConfig(average_checkpoints=2, keep_checkpoints=3))
+    config = Config(
+        training=TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
+    )
     train.try_average(run, config, validate, 2)
     assert asked == [([1.5, 1.5], 2)]
     assert run.averaged.exists() == better
@@ -301,6 +316,22 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
     assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
 
 
+def test_the_best_by_validation_is_saved_also_where_no_save_is_due(tmp_path):
+    losses = iter([3.0, 1.0, 2.0])
+    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+    config = TrainingConfig(steps=6, validate_every=2, log_every=50, save_every=50)
+    checkpoints = Checkpoints(tmp_path, 3, config.save_every)
+    run_empty_steps(
+        state,
+        config,
+        checkpoints,
+        lambda params, step: {"validation_loss": next(losses)},
+        say=lambda text: None,
+    )
+    checkpoints.close()
+    assert (steps_of(tmp_path), rank_of_best(tmp_path)) == ([6, 4], 1.0)
+
+
 def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp_path):
     """What is logged is then what an uncut run logs."""
     config = TrainingConfig(steps=4, validate_every=2, log_every=50, save_every=50)
@@ -336,7 +367,7 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
     assert second == uncut == [(2, 8.0), (4, 6.0)]
     assert resumed[2] == end[2] and not end[2]["owed"]
     first, cut = go_on(tmp_path / "late", give_up_at=4)
-    assert (first, rank_of_best(tmp_path / "late")) == ([(2, 8.0)], None), "4 was not validated"
+    assert (first, rank_of_best(tmp_path / "late")) == ([(2, 8.0)], 8.0), "4 was not validated"
     second, resumed = go_on(tmp_path / "late")
     assert (second, rank_of_best(tmp_path / "late")) == ([(4, 6.0)], 6.0), "it is ranked now"
     assert resumed[2] == end[2] and go_on(tmp_path / "late")[0] == [], "once"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
+from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
@@ -55,6 +55,7 @@ def make_tiny_run(
     config = Config(
         data=data or DataConfig(languages="en-ko"),
         model=model,
+        training=TrainingConfig(save_every=1),
         decoding=decoding or DecodingConfig(beam_size=2, max_extra_tokens=4, batch_size=8),
     )
 

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import jax
@@ -158,7 +159,8 @@ def train(
             impatient = out_of_patience(ranks, config.patience)
             if impatient:
                 say(f"Stopping: {config.patience} validations in a row found nothing better.")
-            if due[2] or step == config.steps or impatient:
+            best = rank is not None and rank <= min(ranks)
+            if due[2] or step == config.steps or impatient or best:
                 save(rank)
     take_in(pending, step)
     if saved != step:
@@ -198,8 +200,7 @@ def _readable(step: int, steps: int, line: Mapping[str, float]) -> str:
         f"step {step:,}/{steps:,}  loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
         f"rate {line['learning_rate']:.2e}  gradient {line['gradient_norm']:.2f}  "
         f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
-        f"padding {line['padding']:.1%}  {time.strftime('%H:%M:%S', time.gmtime(left))} left"
-        + skipped
+        f"padding {line['padding']:.1%}  {timedelta(seconds=int(left))} left" + skipped
     )
 
 
@@ -208,7 +209,8 @@ def _not_finite(step: int, count: int) -> str:
         f"training stopped at step {step}: loss or gradient was not finite in {count} steps in a "
         "row. Likely causes: too high a learning rate (training.learning_rate_scale, "
         "training.warmup_steps), no clipping (training.clip_norm), bfloat16 where float32 is "
-        "needed (model.dtype), or broken text. The last checkpoint is intact."
+        "needed (model.dtype), or broken text. The last checkpoint is intact; another rate or "
+        "clipping needs another --workdir."
     )
 
 
