@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best
+from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best, steps_of
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpus import cache_folder, is_empty, languages_of, read_pairs
 from flaxformer_min.data.rows import (
@@ -64,6 +64,7 @@ from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import rank_of, train
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.profile import Profile
+from flaxformer_min.training.schedule import learning_rate
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
@@ -200,6 +201,8 @@ def work(run: RunFolder, config: Config, profile: Profile) -> int:
         pairs = {name: open_split(config, name) for name in ("train", "validation")}
     watch.finish("data")
     with first_ahead("tokenizer"):
+        if is_first():
+            warn_of_another_schedule(run, config)
         tokenizers = (
             run.begin(config, lambda paths: make_tokenizers(config, pairs["train"], paths))
             if is_first()
@@ -251,6 +254,23 @@ def work(run: RunFolder, config: Config, profile: Profile) -> int:
         f"{shlex.quote(str(run.path))}"
     )
     return 0
+
+
+def warn_of_another_schedule(run: RunFolder, config: Config) -> None:
+    """Say where a run has learned at other rates than one of its new length would have."""
+    steps = steps_of(run.checkpoints) if run.exists else []
+    if not steps:
+        return
+    before, now = (
+        float(learning_rate(each.model.d_model, each.training)(steps[0] - 1))
+        for each in (run.config(), config)
+    )
+    if not np.isclose(before, now, rtol=1e-4, atol=0):
+        say(
+            f"warning: step {steps[0]:,} was taken at a learning rate of {before:.2e}, for the run "
+            f"was cooling down; one of {config.training.steps:,} steps would have had {now:.2e} "
+            "there. This is not what it would have learned."
+        )
 
 
 def where(config: Config) -> dict[str, Any]:

@@ -264,10 +264,10 @@ class TrainingConfig:
     """Validation pairs that are translated for BLEU; the loss is measured on all of them."""
 
     save_every: int = setting(1_000, at_least=1, may_change=True)
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; the best by validation and the last are saved besides."""
 
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
-    """Newest checkpoints kept; the best by validation is kept besides."""
+    """Newest of these checkpoints kept; the best by validation is kept besides."""
 
     best_by: Literal["loss", "bleu"] = setting("loss")
     """What makes a checkpoint the best: the lowest validation loss or the highest BLEU."""

@@ -144,6 +144,19 @@ def test_a_run_that_ended_is_lengthened_as_if_it_had_been_longer_from_the_start(
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
+def test_a_run_that_had_cooled_down_and_is_lengthened_is_told_apart(tmp_path, capsys):
+    """What came before is not what a longer run would have learned."""
+    config = write_config(tmp_path, "", "cooldown_steps=3")
+    for steps, warned in ((6, False), (6, False), (9, True)):
+        assert run(config, tmp_path / "run", "--training.steps", str(steps)) == 0
+        said = capsys.readouterr().out
+        assert ("for the run was cooling down" in said) == warned
+    cut(config, tmp_path / "early", 2, "--training.steps", "6")
+    capsys.readouterr()
+    assert run(config, tmp_path / "early") == 0
+    assert "warning" not in capsys.readouterr().out, "before its cooldown"
+
+
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """The same rows, and equal to rounding, from one device to two and from two to one."""
     config = write_config(tmp_path, "dropout=0.0", "adam_epsilon=1e-3")  # which hides noise
