@@ -28,7 +28,7 @@ install_import_hook(
 
 
 @pytest.fixture
-def failed_reads():
-    """Orbax leaves coroutines of its readers behind where reading fails; they end with the test."""
+def failed_transfers():
+    """Orbax leaves coroutines behind where reading or writing fails; they end with the test."""
     yield
     gc.collect()

@@ -186,7 +186,7 @@ def whole_run(tmp_path_factory):
     return make_tiny_run(tmp_path_factory.mktemp("runs") / "whole")
 
 
-@pytest.mark.usefixtures("failed_reads")
+@pytest.mark.usefixtures("failed_transfers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage, error", [row[1:] for row in RUNS], ids=[row[0] for row in RUNS])
 def test_a_run_folder_that_is_not_whole_is_refused(whole_run, tmp_path, damage, error):

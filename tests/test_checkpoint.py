@@ -13,7 +13,7 @@ import pytest
 from flaxformer_min.checkpoint import Checkpoints, restore_params
 
 pytestmark = [
-    pytest.mark.usefixtures("failed_reads"),
+    pytest.mark.usefixtures("failed_transfers"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "training": {"config", "tokens", "model", "training", "checkpoint", "tools"},
     "decoding": {"config", "tokens", "model", "decoding", "run_folder", "tools"},
     "evaluation": set(),
-    "plots": set(),
+    "plots": {"tools"},
     "run_folder": {"config", "tokens", "model", "data", "checkpoint", "tools"},
     "checkpoint": {"tools"},
     "cli": PARTS | {"cli", "run_folder", "tools"},

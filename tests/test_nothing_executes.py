@@ -17,7 +17,7 @@ from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import init_state
 
 pytestmark = [
-    pytest.mark.usefixtures("failed_reads"),
+    pytest.mark.usefixtures("failed_transfers"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -218,7 +218,7 @@ def limited(request, tmp_path):
 # What TensorStore has to say of a write that failed may come when nobody listens any more.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
-    config, tmp_path, limited, capsys
+    config, tmp_path, limited, capsys, failed_transfers
 ):
     """A file system without room, and one that refuses to write a large file."""
     folder, fill, make_room = limited
