@@ -177,6 +177,8 @@ def read_config(path: Path) -> Config:
     """What a Python file calls `config`."""
     try:
         config = runpy.run_path(str(path)).get("config")
+    except ValueError:
+        raise  # the config's own rules, in a sentence
     except Exception as error:  # a file of the user may raise anything
         unknown = "unexpected keyword argument" in str(error)
         way_out = "`python train.py --help` lists the settings that there are." if unknown else ""
