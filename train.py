@@ -268,9 +268,10 @@ def warn_of_another_schedule(run: RunFolder, config: Config) -> None:
         for each in (run.config(), config)
     )
     if not np.isclose(before, now, rtol=1e-4, atol=0):
+        cooling = "was cooling down" if before < now else "was not cooling down yet"
         say(
             f"warning: step {steps[0]:,} was taken at a learning rate of {before:.2e}, for the run "
-            f"was cooling down; one of {config.training.steps:,} steps would have had {now:.2e} "
+            f"{cooling}; one of {config.training.steps:,} steps would have had {now:.2e} "
             "there. This is not what it would have learned."
         )
 

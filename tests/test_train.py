@@ -155,6 +155,10 @@ def test_a_run_that_had_cooled_down_and_is_lengthened_is_told_apart(tmp_path, ca
     capsys.readouterr()
     assert run(config, tmp_path / "early") == 0
     assert "warning" not in capsys.readouterr().out, "before its cooldown"
+    cut(config, tmp_path / "shortened", 5)
+    capsys.readouterr()
+    assert run(config, tmp_path / "shortened", "--training.steps", "6") == 0
+    assert "for the run was not cooling down yet; one of 6 steps" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
