@@ -3,10 +3,12 @@
     python benchmarks/decoding.py --corpus text:DIR --languages en-de
 
 Both models have the same sizes and random weights; both write, for each source, exactly as many
-tokens as it has and two more, so the work is the same. Ours reads text and writes text; the peer is
-given token ids in sorted, padded batches and keeps its ids. It runs twice: as installed, and with
-the memory settings that our own programs have. Without --corpus the sentences are those of the
-embedded test set. Needs the extra `benchmarks`; `--device gpu` leaves out the peer.
+tokens as its reference has, so the work is the same, and sentences of a batch end one after another
+as they do in use. With `--lengths source` they end all but together: two tokens more than the
+source each. Ours reads text and writes text; the peer is given token ids in sorted, padded batches
+and keeps its ids. It runs twice: as installed, and with the memory settings that our own programs
+have. Without --corpus the sentences are those of the embedded test set. Needs the extra
+`benchmarks`; `--device gpu` leaves out the peer.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from common import (
 )
 
 EXTRA = 2
-"""Tokens of a translation beyond those of its source."""
+"""Tokens of a translation beyond those of its source, with `--lengths source`."""
 
 
 def main() -> None:
@@ -44,37 +46,44 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=64, help="sentences, on both sides")
     parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = make_tokenizer(args, Path(scratch))
-        lines = [source for source, _ in read_split(args, "test")][: args.sentences]
+        lines, references = zip(*read_split(args, "test")[: args.sentences], strict=True)
         sources = tokenizer.encode_batch(lines)
+        if args.lengths == "reference":
+            lengths = [len(ids) for ids in tokenizer.encode_batch(references)]
+        else:
+            lengths = [len(ids) + EXTRA for ids in sources]
         rows = [
             row
             for beam in args.beam_sizes
-            for row in measure(args, tokenizer, lines, sources, beam)
+            for row in measure(args, tokenizer, lines, sources, lengths, beam)
         ]
     packages = ["jax", *(["torch", "transformers"] if args.device == "cpu" else [])]
-    tokens = sum(len(ids) + EXTRA for ids in sources)
     title = (
-        f"Decoding {len(lines):,} sentences of {args.corpus} into {tokens:,} tokens, size "
-        f"{args.size}, vocabulary {tokenizer.vocab_size:,}, {args.dtype}; {machine(*packages)}"
+        f"Decoding {len(lines):,} sentences of {args.corpus} into {sum(lengths):,} tokens, as long "
+        f"as the {args.lengths}, size {args.size}, vocabulary {tokenizer.vocab_size:,}, "
+        f"{args.dtype}; {machine(*packages)}"
     )
     report(title, rows, args.json)
 
 
 def measure(
-    args: argparse.Namespace, tokenizer: Any, lines: list[str], sources: list[list[int]], beam: int
+    args: argparse.Namespace,
+    tokenizer: Any,
+    lines: Sequence[str],
+    sources: Sequence[list[int]],
+    lengths: Sequence[int],
+    beam: int,
 ) -> list[dict[str, Any]]:
     """The rows of one beam size: ours, the peer, and what the machine could do."""
-    contenders = [
-        Contender(
-            "flaxformer_min", ours, tokenizer, lines, beam, args.size, args.batch_size, args.dtype
-        )
-    ]
+    common = beam, args.size, args.batch_size
+    contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *common, args.dtype)]
     if args.device == "cpu":
-        peer = (marian, sources, tokenizer.vocab_size, beam, args.size, args.batch_size)
+        peer = (marian, sources, lengths, tokenizer.vocab_size, *common)
         tried = {
             n: Contender(f"Marian with our memory settings, {n} threads", *peer, n)
             for n in {1, cores()}
@@ -89,7 +98,7 @@ def measure(
     alternate(contenders, args.rounds)
     rates = [contender.median("tokens_per_second") for contender in contenders]
     best_peer = max(rates[1:], default=None)
-    bound = bound_seconds(sources, beam, tokenizer.vocab_size, args)
+    bound = bound_seconds(sources, lengths, beam, tokenizer.vocab_size, args)
     rows = []
     for contender, rate in zip(contenders, rates, strict=True):
         seconds = contender.median("seconds")
@@ -109,9 +118,15 @@ def measure(
 
 
 def ours(
-    tokenizer: Any, lines: list[str], beam: int, size: str, batch_size: int, dtype: str
+    tokenizer: Any,
+    lines: Sequence[str],
+    lengths: Sequence[int],
+    beam: int,
+    size: str,
+    batch_size: int,
+    dtype: str,
 ) -> Run:
-    """Text to text with `Translator.translate`, as a user calls it."""
+    """Text to text with `Translator.translate`, as a user calls it, but for where they end."""
     import jax
     import jax.numpy as jnp
 
@@ -121,26 +136,41 @@ def ours(
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.tokens import PAD
 
     config = ModelConfig(vocab_size=tokenizer.vocab_size, dtype=dtype, **SIZES[size])
     one = one_sentence_per_row(jnp.array([[4, 3]]))
     params = jax.jit(Transformer(config).init)(jax.random.key(0), Batch(one, one))["params"]
     decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
-    translator = Translator([config], [params], (tokenizer, tokenizer), decoding)
-    tokens = sum(len(ids) + EXTRA for ids in tokenizer.encode_batch(lines))
+    limits = np.array([1, *lengths], np.int32)  # of line 0, which is padding, then of all lines
+
+    class EndAtLimit(Translator):
+        """No hypothesis may end before its limit, and all must end there."""
+
+        def _program(self, name, program, source, limit, numbers, *prefix):
+            run = super()._program(name, program, source, limits[numbers], numbers, *prefix)
+
+            def checked():
+                found = run()
+                assert np.array_equal((found.ids[:, 0] != PAD).sum(1), limits[numbers])
+                return found
+
+            return checked
+
+    translator = EndAtLimit([config], [params], (tokenizer, tokenizer), decoding)
 
     def run() -> dict[str, float]:
         since = time.perf_counter()
-        # No hypothesis may end before its limit, and all must end there.
-        translator.translate(lines, beam_size=beam, min_length=1 << 20, max_extra_tokens=EXTRA)
+        translator.translate(lines, beam_size=beam, min_length=1 << 20)
         seconds = time.perf_counter() - since
-        return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        return {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds}
 
     return run
 
 
 def marian(
     sources: Sequence[list[int]],
+    lengths: Sequence[int],
     vocab_size: int,
     beam: int,
     size: str,
@@ -189,15 +219,14 @@ def marian(
             scores[:, 3] = torch.where(at_limit, 0.0, -torch.inf)
             return scores
 
-    ordered = sorted(sources, key=len, reverse=True)
+    ordered = longest_first(sources)
     batches = []
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first : first + batch_size]
-        ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
-        for row, sentence in zip(ids, batch, strict=True):
-            row[: len(sentence)] = torch.tensor(sentence)
-        batches.append((ids, torch.tensor([len(sentence) + EXTRA for sentence in batch])))
-    tokens = sum(int(limits.sum()) for _, limits in batches)
+        ids = torch.zeros(len(batch), len(sources[batch[0]]), dtype=torch.long)
+        for row, number in zip(ids, batch, strict=True):
+            row[: len(sources[number])] = torch.tensor(sources[number])
+        batches.append((ids, torch.tensor([lengths[number] for number in batch])))
 
     def run() -> dict[str, float]:
         written, since = [], time.perf_counter()
@@ -216,27 +245,39 @@ def marian(
         seconds = time.perf_counter() - since
         for found, (_, limits) in zip(written, batches, strict=True):
             assert torch.equal((found[:, 1:] == 3).int().argmax(1) + 1, limits)
-        return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        return {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds}
 
     return run
 
 
+def longest_first(sources: Sequence[list[int]]) -> list[int]:
+    """Which source comes when, so that sentences of about one length share a batch."""
+    return sorted(range(len(sources)), key=lambda number: -len(sources[number]))
+
+
 def bound_seconds(
-    sources: Sequence[list[int]], beam: int, vocab_size: int, args: argparse.Namespace
+    sources: Sequence[list[int]],
+    lengths: Sequence[int],
+    beam: int,
+    vocab_size: int,
+    args: argparse.Namespace,
 ) -> float:
     """What these sentences would take at the machine's own rates, whichever is the longer: all
     multiplications at the rate of a matrix product, or all that must be moved at that of a copy."""
-    sizes, lengths = SIZES[args.size], np.array(sorted(map(len, sources), reverse=True))
+    ordered = longest_first(sources)
+    read = np.array([len(sources[number]) for number in ordered])
+    written = np.array([lengths[number] for number in ordered])
+    sizes = SIZES[args.size]
     d, layers = sizes["d_model"], sizes["num_layers"]
-    flops = flops_of_source(sizes, lengths)
-    flops += beam * flops_of_target(sizes, vocab_size, lengths + EXTRA, lengths)
+    flops = flops_of_source(sizes, read)
+    flops += beam * flops_of_target(sizes, vocab_size, written, read)
     # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
     weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
     moved = 0
-    for first in range(0, len(lengths), args.batch_size):
-        batch = lengths[first : first + args.batch_size]
-        for step in range(1, batch[0] + EXTRA + 1):
-            live = batch[batch + EXTRA >= step]
+    for first in range(0, len(ordered), args.batch_size):
+        batch = slice(first, first + args.batch_size)
+        for step in range(1, written[batch].max() + 1):
+            live = read[batch][written[batch] >= step]
             kept = 2 * d * layers * (beam * step * len(live) + live.sum())
             moved += 4 * int(weights + kept + 2 * len(live) * beam * vocab_size)
     return max(flops / matrix_product_rate(), moved / copy_rate())
