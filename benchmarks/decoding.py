@@ -45,7 +45,7 @@ def main() -> None:
     """Measure, and print one table."""
     parser = arguments(__doc__, "test")
     parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=64, help="of ours")
+    parser.add_argument("--batch-size", type=int, default=64, help="sentences, of ours")
     parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -81,10 +81,12 @@ def measure(
     beam: int,
 ) -> list[dict[str, Any]]:
     """The rows of one beam size: ours, the peer, and what the machine could do."""
-    name, of_ours = "flaxformer_min", (args.size, args.batch_size, args.dtype)
-    contenders = [Contender(name, ours, tokenizer, lines, lengths, beam, *of_ours)]
+    # Longest first, so that sentences of about one length share a batch.
+    ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
+    settings = beam, args.size, args.batch_size, args.dtype
+    contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings)]
     if args.device == "cpu":
-        peer = (marian, sources, lengths, tokenizer.vocab_size, beam, args.size)
+        peer = (marian, ordered, tokenizer.vocab_size, beam, args.size)
         tried = {
             (size, n): Contender(f"Marian with our memory settings{_in(size, n)}", *peer, size, n)
             for size in (args.batch_size, 2 * args.batch_size)
@@ -100,7 +102,7 @@ def measure(
     alternate(contenders, args.rounds)
     rates = [contender.median("tokens_per_second") for contender in contenders]
     best_peer = max(rates[1:], default=None)
-    bound = bound_seconds(sources, lengths, beam, tokenizer.vocab_size, args)
+    bound = bound_seconds(ordered, beam, tokenizer.vocab_size, args)
     rows = []
     for contender, rate in zip(contenders, rates, strict=True):
         seconds = contender.median("seconds")
@@ -175,15 +177,14 @@ def ours(
 
 
 def marian(
-    sources: Sequence[list[int]],
-    lengths: Sequence[int],
+    ordered: Sequence[tuple[list[int], int]],
     vocab_size: int,
     beam: int,
     size: str,
     batch_size: int,
     threads: int,
 ) -> Run:
-    """`generate` of a MarianMTModel on batches of sentences of about one length."""
+    """`generate` of a MarianMTModel on batches of these sources, until each has its length."""
     import torch
     from transformers import MarianConfig, MarianMTModel
     from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -225,14 +226,14 @@ def marian(
             scores[:, 3] = torch.where(at_limit, 0.0, -torch.inf)
             return scores
 
-    ordered = longest_first(sources)
     batches = []
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first : first + batch_size]
-        ids = torch.zeros(len(batch), len(sources[batch[0]]), dtype=torch.long)
-        for row, number in zip(ids, batch, strict=True):
-            row[: len(sources[number])] = torch.tensor(sources[number])
-        batches.append((ids, torch.tensor([lengths[number] for number in batch])))
+        ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+        for row, (sentence, _) in zip(ids, batch, strict=True):
+            row[: len(sentence)] = torch.tensor(sentence)
+        batches.append((ids, torch.tensor([length for _, length in batch])))
+    tokens = sum(length for _, length in ordered)
 
     def run() -> dict[str, float]:
         written, since = [], time.perf_counter()
@@ -251,28 +252,17 @@ def marian(
         seconds = time.perf_counter() - since
         for found, (_, limits) in zip(written, batches, strict=True):
             assert torch.equal((found[:, 1:] == 3).int().argmax(1) + 1, limits)
-        return {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds}
+        return {"seconds": seconds, "tokens_per_second": tokens / seconds}
 
     return run
 
 
-def longest_first(sources: Sequence[list[int]]) -> list[int]:
-    """Which source comes when, so that sentences of about one length share a batch."""
-    return sorted(range(len(sources)), key=lambda number: -len(sources[number]))
-
-
 def bound_seconds(
-    sources: Sequence[list[int]],
-    lengths: Sequence[int],
-    beam: int,
-    vocab_size: int,
-    args: argparse.Namespace,
+    ordered: Sequence[tuple[list[int], int]], beam: int, vocab_size: int, args: argparse.Namespace
 ) -> float:
     """What these sentences would take at the machine's own rates, whichever is the longer: all
     multiplications at the rate of a matrix product, or all that must be moved at that of a copy."""
-    ordered = longest_first(sources)
-    read = np.array([len(sources[number]) for number in ordered])
-    written = np.array([lengths[number] for number in ordered])
+    read, written = np.array([(len(source), length) for source, length in ordered]).T
     sizes = SIZES[args.size]
     d, layers = sizes["d_model"], sizes["num_layers"]
     flops = flops_of_source(sizes, read)
