@@ -227,14 +227,14 @@ def work(run: RunFolder, config: Config, profile: Profile) -> int:
     )
     watch.finish("data")
     model = Transformer(fit_vocabulary(config.model, tokenizers))
-    state, checkpoints = init_state(model, config.training), run.open_checkpoints(config)
-    announce(run, model, state, rows.epoch(0))
+    state, train_step = begin(run, config, model, rows)
+    checkpoints = run.open_checkpoints(config)
     translator = Translator([model.config], [state.params], tokenizers, config.decoding)
     held_out = single_pass(encoded["validation"], row_lengths, config.data.rows_per_batch, *share)
     with StopRequest("finishing this step, then saving; once more to end at once") as stop:
         poll = shared_poll(lambda: bool(stop))
         validate = make_validate(config, model, held_out, pairs["validation"], translator, poll)
-        state = fit(run, config, model, state, rows, checkpoints, validate, poll, profile)
+        state = fit(run, config, state, train_step, rows, checkpoints, validate, poll, profile)
         watch.finish("training")
         checkpoints.close()
         rows.close()
@@ -351,6 +351,26 @@ def check_agreement(config: Config, encoded: dict[str, EncodedPairs]) -> None:
             )
 
 
+def begin(
+    run: RunFolder, config: Config, model: Transformer, rows: TrainingRows
+) -> tuple[TrainState, Callable]:
+    """A state that has learned nothing yet, and the step that teaches it."""
+    train_step = make_train_step(model, config.training)
+    devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
+    ended = max(steps_of(run.checkpoints), default=0) >= config.training.steps
+
+    def meanwhile(state: TrainState) -> None:
+        announce(run, model, state, rows.epoch(0))
+        if not ended and jax.process_count() == 1:  # pmap of several lowers real arrays only
+            batch = split_over_devices(rows.epoch(0)[0], devices, accumulation)
+            train_step.lower(state, batch).compile()
+
+    state, first = init_state(model, config.training, meanwhile), timing_the_first(train_step)
+    if config.training.debug_nans:
+        first = stopping_at_not_finite(first, model, config.training)
+    return state, first
+
+
 def announce(run: RunFolder, model: Transformer, state: TrainState, epoch: EpochBatches) -> None:
     """Say what is about to happen."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -417,8 +437,8 @@ def make_validate(
 def fit(
     run: RunFolder,
     config: Config,
-    model: Transformer,
     state: TrainState,
+    train_step: Callable,
     rows: TrainingRows,
     checkpoints: Checkpoints,
     validate: Callable[[Any, int], dict[str, float] | None],
@@ -437,9 +457,6 @@ def fit(
         say(f"Going on from step {step:,}.")
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
     devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
-    train_step = timing_the_first(make_train_step(model, config.training))
-    if config.training.debug_nans:
-        train_step = stopping_at_not_finite(train_step, model, config.training)
     if int(state.step) < config.training.steps or config.training.average_checkpoints == 1:
         forget_average(run, "of a former end")
     with contextlib.closing(log), profile:

@@ -51,7 +51,13 @@ def programs_are_shared(monkeypatch):
     monkeypatch.setattr(train, "make_train_step", make_train_step)
     monkeypatch.setattr(train, "make_eval_step", make_eval_step)
     copied = functools.partial(jax.tree.map, jnp.copy)  # for it is donated
-    monkeypatch.setattr(train, "init_state", lambda *given: copied(first_state(*given)))
+
+    def init_state(model, training, meanwhile):
+        state = first_state(model, training)
+        meanwhile(state)
+        return copied(state)
+
+    monkeypatch.setattr(train, "init_state", init_state)
 
 
 def write_config(folder, model="", training=""):
@@ -436,12 +442,24 @@ def test_a_second_process_on_one_run_refuses(config, tmp_path, capsys):
     assert run(config, tmp_path / "run", "--training.steps", "1") == 0
 
 
-def test_a_finished_run_trains_no_further_and_is_not_saved_again(config, tmp_path, capsys):
+def test_a_finished_run_trains_no_further_and_is_not_saved_again(
+    config, tmp_path, capsys, monkeypatch
+):
+    compiled = []
+
+    def watched(*given):
+        step = make_train_step(*given)
+        counted = functools.partial(step)
+        counted.lower = lambda *arguments: compiled.append(step) or step.lower(*arguments)
+        return counted
+
+    monkeypatch.setattr(train, "make_train_step", watched)
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0
     before = newest(tmp_path / "run")[2]
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0
     assert newest(tmp_path / "run")[2] == before
     assert "Going on from step 2" in capsys.readouterr().out
+    assert len(compiled) == 1  # the second run takes no step
 
 
 def test_debugging_names_the_operation_behind_a_rate_that_explodes(config, tmp_path, capsys):

@@ -15,6 +15,7 @@ import pytest
 
 from flaxformer_min.config import ModelConfig, TrainingConfig
 from flaxformer_min.data.rows import split_over_devices
+from flaxformer_min.devices import CompileClock
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
@@ -121,6 +122,20 @@ def test_a_step_is_the_same_for_the_same_state_and_differs_by_step(learner):
         state = init_state(model, training)._replace(step=jnp.int32(start))
         losses.append(float(step(state, two_rows())[1]["loss"]))
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again():
+    model = Transformer(ModelConfig(vocab_size=11, num_layers=1, d_model=8, d_ff=8, num_heads=2))
+    training = TrainingConfig(warmup_steps=5)
+    step, batch = make_train_step(model, training), two_rows()
+    compiled = CompileClock()
+    state = init_state(model, training, lambda shapes: step.lower(shapes, batch).compile())
+    assert compiled.programs >= 2
+    alone = init_state(model, training)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, alone))
+    before = compiled.programs
+    step(state, batch)
+    assert compiled.programs == before
 
 
 def test_devices_draw_different_dropout(learner):

@@ -1,13 +1,15 @@
 """One step of learning, on all devices at once (sections 5.2-5.4)."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from flaxformer_min.config import TrainingConfig
 from flaxformer_min.devices import same_on
@@ -53,12 +55,17 @@ def make_optimizer(d_model: int, config: TrainingConfig) -> optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)
 
 
-def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
-    """A model that has learned nothing yet, on every device; all of it follows from the seed."""
-    params_key, key = jax.random.split(jax.random.key(config.seed))
-    tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
+def init_state(
+    model: Transformer, config: TrainingConfig, meanwhile: Callable[[TrainState], Any] | None = None
+) -> TrainState:
+    """A model that has learned nothing yet, on every device; all of it follows from the seed.
 
-    def init() -> TrainState:
+    `meanwhile` is called with the shapes of the state, while XLA makes it in another thread.
+    """
+    tokens = Tokens(*(np.ones((1, 8), np.int32),) * 3)
+
+    def init(seed: UInt[Array, ""]) -> TrainState:
+        params_key, key = jax.random.split(jax.random.key(seed))
         params = model.init(params_key, Batch(tokens, tokens))["params"]
         opt_state = make_optimizer(model.config.d_model, config).init(params)
         # A copy, for a buffer cannot be donated twice.
@@ -66,7 +73,15 @@ def init_state(model: Transformer, config: TrainingConfig) -> TrainState:
         return TrainState(jnp.int32(0), params, opt_state, key, average)
 
     # Other processes make their own, which is equal.
-    return jax.jit(init, out_shardings=same_on(jax.local_devices()))()
+    everywhere = same_on(jax.local_devices())
+    make, seed = jax.jit(init, out_shardings=everywhere), np.uint32(config.seed)
+    if meanwhile is None:
+        return make(seed)
+    lowered = make.lower(seed)
+    with ThreadPoolExecutor(1) as aside:
+        state = aside.submit(lambda: lowered.compile()(seed))
+        meanwhile(lowered.out_info)
+        return state.result()
 
 
 def dropout_key(
