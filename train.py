@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from tqdm import tqdm
@@ -46,9 +47,11 @@ from flaxformer_min.devices import (
     describe,
     keep_compiled_programs,
     keep_memory,
+    replicate,
     use_cores,
 )
 from flaxformer_min.evaluation import bleu, evaluate
+from flaxformer_min.files import write_atomically
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.processes import (
     Distributed,
@@ -289,8 +292,14 @@ def open_split(config: Config, split: str) -> Any:
 def make_tokenizers(config: Config, pairs: Any, paths: tuple[Path, Path]) -> None:
     """One tokenizer of both languages, or one of each, learned from an even sample of the pairs.
 
-    From the cache if they were learned before.
+    From the cache if they were learned before; those of another run if this one begins from it.
     """
+    if config.training.begin_from:
+        former = RunFolder(config.training.begin_from)
+        former.check_model(config.model)
+        for tokenizer, path in zip(former.tokenizers(), paths, strict=True):
+            write_atomically(path, tokenizer.model)
+        return
     data, model = config.data, config.model
     stride = -(-len(pairs) // data.tokenizer_sample)
 
@@ -455,6 +464,8 @@ def fit(
             say("warning: the training text is not what it was; going on at the same place of it.")
         rows.set_state(before["rows"])
         say(f"Going on from step {step:,}.")
+    elif config.training.begin_from:
+        state = begun_from(RunFolder(config.training.begin_from), state)
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
     devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
     if int(state.step) < config.training.steps or config.training.average_checkpoints == 1:
@@ -473,6 +484,16 @@ def fit(
             before=before,
             say=say,
         )
+
+
+def begun_from(former: RunFolder, state: TrainState) -> TrainState:
+    """A new state with what another run translates with."""
+    found = former.params(warn=lambda text: say(f"warning: {text}"))
+    say(f"Beginning from step {found.step:,} of {former.path}.")
+    params = replicate(found.params, jax.local_devices())
+    # A copy, for a buffer cannot be donated twice.
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average)
 
 
 def try_average(

@@ -14,6 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 FORMAT_VERSION = 1
 """Of the run folder: config.json, the parameters' names and the files beside them."""
 
+DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
+"""The settings of a model that only matter while it learns."""
+
 
 def setting(
     default: Any,
@@ -251,6 +254,10 @@ class TrainingConfig:
     clip_norm: float | None = setting(None, more_than=0)
     """Scale a larger gradient down to this norm; None is the paper."""
 
+    begin_from: str = setting("")
+    """A run folder: begin with what it translates with, and with its tokenizers, to learn from
+    other text (fine-tuning). Empty: begin with random parameters and tokenizers of this text."""
+
     seed: int = setting(0, at_least=0, less_than=2**32)
     """Of parameters, dropout and the order of rows."""
 
@@ -341,11 +348,10 @@ class Config:
                 "decoding.beam_size must not exceed model.vocab_size, for there are no more "
                 f"continuations; got {self.decoding.beam_size} and {self.model.vocab_size}."
             )
-        dropouts = ("dropout", "attention_dropout", "feed_forward_dropout")
-        if self.training.r_drop and not any(getattr(self.model, name) for name in dropouts):
+        if self.training.r_drop and not any(getattr(self.model, name) for name in DROPOUTS):
             raise ValueError(
                 "training.r_drop compares two readings under different dropout, and there is none: "
-                f"all of model.{', model.'.join(dropouts)} are 0. Set one of them, or leave it out."
+                f"all of model.{', model.'.join(DROPOUTS)} are 0. Set one of them, or leave it out."
             )
 
     def to_json(self) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxformer_min.checkpoint import Checkpoints, restore_params, steps_of
-from flaxformer_min.config import Config, ModelConfig, differences
+from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.devices import replicate
 from flaxformer_min.files import remove_partial, write_atomically
@@ -146,6 +146,17 @@ class RunFolder:
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())
         return self.tokenizers()
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError unless `model` has this run's settings; dropout may differ."""
+        may_differ = {name: getattr(model, name) for name in (*DROPOUTS, "attention")}
+        own = dataclasses.replace(self.config().model, **may_differ)
+        if differing := differences(Config(model=own), Config(model=model)):
+            raise ValueError(
+                f"a run begins from one of the same model; {self.path} has another:\n  "
+                + "\n  ".join(differing)
+                + "\nTake the settings of that run, or begin without it."
+            )
 
     def open_checkpoints(self, config: Config) -> Checkpoints:
         """The checkpoints, for writing."""

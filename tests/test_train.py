@@ -498,6 +498,51 @@ def test_a_folder_with_other_files_is_not_taken_for_a_run(config, tmp_path, caps
     assert "holds chapter1.tex. Choose another --workdir" in capsys.readouterr().err
 
 
+def test_a_run_begins_from_what_another_translates_with(config, tmp_path, capsys, monkeypatch):
+    former, latter = tmp_path / "former", tmp_path / "latter"
+    assert run(config, former, "--training.steps", "4") == 0
+    (tmp_path / "other").mkdir()
+    other = write_config(tmp_path / "other", training="ema_decay=0.9")
+    write_corpus(tmp_path / "other" / "corpus", {"train": 60, "val": 40})
+    given = []
+
+    def watched(state, *rest, **more):
+        given.append(jax.device_get(state.to_dict()))
+        return learn(state, *rest, **more)
+
+    learn = train.train
+    monkeypatch.setattr(train, "train", watched)
+    beginning = ["--training.begin-from", str(former), "--data.subword-sampling", "0.5"]
+    longer = [*beginning, "--training.steps", "2"]
+    assert run(other, latter, *beginning, "--training.steps", "1") == 0
+    assert "Beginning from step 4 of" in capsys.readouterr().out
+    params = RunFolder(former).params().params
+    for name in ("params", "average"):
+        jax.tree.map(np.testing.assert_array_equal, given[0][name], params)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(given[0]["opt_state"]))
+    assert int(given[0]["step"]) == 0
+    tokenizers = [(each / "tokenizer.model").read_bytes() for each in (former, latter)]
+    assert tokenizers[0] == tokenizers[1]
+    former.rename(tmp_path / "away")
+    assert run(other, latter, *longer) == 0
+    assert int(given[1]["step"]) == 1
+
+
+def test_a_run_begins_from_one_of_the_same_model_only(config, tmp_path, capsys):
+    former = tmp_path / "former"
+    assert run(config, former, "--training.steps", "1") == 0
+    capsys.readouterr()
+    beginning = ["--training.begin-from", str(former), "--training.steps", "1"]
+    assert run(config, tmp_path / "wide", *beginning, "--model.d-ff", "32") == 2
+    error = capsys.readouterr().err
+    assert "begins from one of the same model" in error
+    assert "model.d_ff: 16 in the run, 32 now" in error
+    assert run(config, tmp_path / "calm", *beginning, "--model.dropout", "0.0") == 0
+    beginning[1] = str(tmp_path / "nowhere")
+    assert run(config, tmp_path / "none", *beginning) == 2
+    assert "a run is a folder; there is none at" in capsys.readouterr().err
+
+
 def test_two_vocabularies_are_trained_for_separate_embeddings(tmp_path):
     config = write_config(tmp_path, "embeddings='separate', source_vocab_size=290")
     assert run(config, tmp_path / "run", "--training.steps", "2") == 0
