@@ -245,7 +245,7 @@ def test_a_mean_is_forgotten_when_a_run_goes_on_or_asks_for_none(
     nothing = types.SimpleNamespace(restore=lambda *_: None)
     options = TrainingConfig(steps=4, average_checkpoints=average)
     state = init_state(MODEL, options)._replace(step=jnp.int32(step))
-    settings = (Config(training=options), MODEL, state, None, nothing, None, bool)
+    settings = (Config(training=options), state, None, None, nothing, None, bool)
     train.fit(run, *settings, Profile(run.profile, 0, pytest.fail))
     assert run.averaged.exists() == kept
 
