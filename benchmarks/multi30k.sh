@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Multi30k as well as we can: bash benchmarks/multi30k.sh DIR RUNS [SEED ...]
+#
+# Two runs of configs/multi30k_en_de.py, with and without subword sampling, translate the training
+# text; further ones, one for each SEED (default: 0), learn from that text and both translations and
+# are scored. That is the forward half of data diversification (Nguyen et al. 2020), also known as
+# sequence-level distillation (Kim and Rush 2016); what translates in the end is a single model.
+#
+# DIR holds train.en, train.de, val.en, ... (or .gz). LANGUAGES=de-en turns it round, and OPTIONS
+# go to every training. Started again it goes on where it stood.
+set -euo pipefail
+if [ $# -lt 2 ]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+mkdir -p "$2/text"
+text=$(realpath "$1") runs=$(realpath "$2")
+shift 2
+languages=${LANGUAGES:-en-de}
+source=${languages%-*} target=${languages#*-}
+cd "$(dirname "$0")/.."
+
+train() { # NAME FOLDER OPTION ...
+    # shellcheck disable=SC2086
+    python train.py configs/multi30k_en_de.py --workdir "$runs/$1" --data.corpus "text:$2" \
+        --data.languages "$languages" "${@:3}" ${OPTIONS:-} | tee -a "$runs/$1.log"
+}
+
+lines() { # SPLIT LANGUAGE
+    if [ -e "$text/$1.$2" ]; then cat "$text/$1.$2"; else zcat "$text/$1.$2.gz"; fi
+}
+
+train sampled "$text"
+train plain "$text" --data.subword-sampling 0
+lines train "$source" > "$runs/train.$source"
+for run in sampled plain; do
+    test -e "$runs/$run.$target" ||
+        flaxformer-min translate "$runs/$run" --input "$runs/train.$source" --output "$runs/$run.$target"
+done
+for split in val test2016; do
+    for language in "$source" "$target"; do lines $split "$language" > "$runs/text/$split.$language"; done
+done
+cat "$runs/train.$source" "$runs/train.$source" "$runs/train.$source" > "$runs/text/train.$source"
+{ lines train "$target"; cat "$runs/sampled.$target" "$runs/plain.$target"; } > "$runs/text/train.$target"
+for seed in "${@:-0}"; do
+    train "diverse-$seed" "$runs/text" --training.seed "$seed" --training.steps 16000 --training.cooldown-steps 10000
+    flaxformer-min evaluate "$runs/diverse-$seed" --lowercase
+done
