@@ -63,6 +63,7 @@ from flaxformer_min.processes import (
 )
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
+from flaxformer_min.tokens import Batch
 from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import rank_of, train
 from flaxformer_min.training.metrics import MetricsLog
@@ -71,6 +72,9 @@ from flaxformer_min.training.schedule import learning_rate
 from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "cldr_en_ko.py"
+
+MUCH_PADDING = 0.05
+"""Share of the places of a batch; where more are empty and need not be, the run says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,19 +369,24 @@ def begin(
 ) -> tuple[TrainState, Callable]:
     """A state that has learned nothing yet, and the step that teaches it."""
     train_step = make_train_step(model, config.training)
-    devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
     ended = max(steps_of(run.checkpoints), default=0) >= config.training.steps
 
     def meanwhile(state: TrainState) -> None:
         announce(run, model, state, rows.epoch(0))
         if not ended and jax.process_count() == 1:  # pmap of several lowers real arrays only
-            batch = split_over_devices(rows.epoch(0)[0], devices, accumulation)
-            train_step.lower(state, batch).compile()
+            train_step.lower(state, lay_out(rows.epoch(0)[0], config)).compile()
 
-    state, first = init_state(model, config.training, meanwhile), timing_the_first(train_step)
+    state = init_state(model, config.training, meanwhile)
+    timed = timing_the_first(train_step)
     if config.training.debug_nans:
-        first = stopping_at_not_finite(first, model, config.training)
-    return state, first
+        timed = stopping_at_not_finite(timed, model, config.training)
+    return state, timed
+
+
+def lay_out(batch: Batch, config: Config) -> Batch:
+    """A batch of this process as the training step takes it."""
+    devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
+    return split_over_devices(batch, devices, accumulation)
 
 
 def announce(run: RunFolder, model: Transformer, state: TrainState, epoch: EpochBatches) -> None:
@@ -391,6 +400,12 @@ def announce(run: RunFolder, model: Transformer, state: TrainState, epoch: Epoch
         f"a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
         f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
     )
+    even = epoch.even_row_lengths()
+    if epoch.padding() > MUCH_PADDING and sum(even) > 1.02 * sum(epoch.row_lengths):
+        say(
+            f"Rows of {even[0]} source and {even[1]} target places would suit this text better: "
+            f"--data.source-row-length {even[0]} --data.target-row-length {even[1]}"
+        )
 
 
 def make_validate(
@@ -467,7 +482,6 @@ def fit(
     elif config.training.begin_from:
         state = begun_from(RunFolder(config.training.begin_from), state)
     log = MetricsLog(run.metrics, run.tensorboard, int(state.step), active=is_first())
-    devices, accumulation = jax.local_device_count(), config.training.gradient_accumulation
     if int(state.step) < config.training.steps or config.training.average_checkpoints == 1:
         forget_average(run, "of a former end")
     with contextlib.closing(log), profile:
@@ -475,7 +489,7 @@ def fit(
             state,
             profile.of(train_step),
             rows,
-            lambda batch: split_over_devices(batch, devices, accumulation),
+            lambda batch: lay_out(batch, config),
             config.training,
             checkpoints,
             log,

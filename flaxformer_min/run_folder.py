@@ -149,6 +149,7 @@ class RunFolder:
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ValueError unless `model` has this run's settings; dropout may differ."""
+        # Fused attention goes with some dropout only, so it comes from the same side.
         may_differ = {name: getattr(model, name) for name in (*DROPOUTS, "attention")}
         own = dataclasses.replace(self.config().model, **may_differ)
         if differing := differences(Config(model=own), Config(model=model)):

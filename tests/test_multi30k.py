@@ -71,6 +71,7 @@ def test_the_last_runs_learn_from_the_text_and_both_translations(tmp_path, start
     assert names == ["sampled", "plain", "diverse-3", "diverse-4"]
     assert all(f"text:{tmp_path}/m30k " in call for call in trained[:2])
     assert all(f"text:{text} " in call for call in trained[2:])
+    assert ["--data.subword-sampling 0" in call for call in trained] == [False, True, False, False]
     assert "--training.seed 4" in trained[-1]
     assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --lowercase"
 

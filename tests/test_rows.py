@@ -267,6 +267,29 @@ def test_padding_is_the_share_of_places_without_a_token(encoded):
     assert batches.padding() == pytest.approx(empty / places)
 
 
+@pytest.mark.parametrize(
+    "row_lengths, expected",
+    [((30, 20), (30, 45)), ((20, 60), (40, 60)), ((20, 30), (20, 30)), ((22, 31), (22, 33))],
+)
+def test_even_rows_have_the_proportion_of_the_text_and_are_never_shorter(
+    tmp_path, row_lengths, expected
+):
+    """The text has three target tokens for two source tokens, each sentence with its EOS."""
+    pairs = [("a" * 9, "b" * 14), ("c" * 3, "d" * 5)]
+    encoded = encode_pairs(pairs, (Letters(), Letters()), row_lengths, tmp_path, "some text")
+    assert single_pass(encoded, row_lengths, 1).even_row_lengths() == expected
+
+
+def test_even_rows_have_less_padding(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 8, 200)
+    pairs = [("a" * (2 * n - 1), "b" * (3 * n - 1)) for n in lengths]
+    encoded = encode_pairs(pairs, (Letters(), Letters()), (64, 64), tmp_path, "some text")
+    before = single_pass(encoded, (64, 64), 1)
+    assert before.padding() > 0.15
+    assert single_pass(encoded, before.even_row_lengths(), 1).padding() < 0.05
+
+
 def test_rows_are_split_over_devices_in_order(encoded):
     batch = single_pass(encoded[0], ROWS, 8)[0]
     split = split_over_devices(batch, devices=2, accumulation=2)

@@ -293,7 +293,15 @@ def test_a_run_folder_holds_all_that_is_needed(config, tmp_path, capsys):
         "flaxformer-min translate",
     ):
         assert text in printed
+    assert "suit this text better" not in printed
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_rows_that_suit_the_text_badly_are_told_with_those_that_would(config, tmp_path, capsys):
+    arguments = ["--training.steps", "1", "--data.target-row-length", "48"]
+    assert run(config, tmp_path / "run", *arguments) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"better: --data.source-row-length 4\d --data.target-row-length 48\n", printed)
 
 
 def test_other_settings_in_an_existing_run_are_named_and_refused(config, tmp_path, capsys):

@@ -455,6 +455,12 @@ class EpochBatches:
         places = len(self) * self.rows * sum(self.row_lengths)
         return 1 - (self.encoded.source.lengths.sum() + self.encoded.target.lengths.sum()) / places
 
+    def even_row_lengths(self) -> tuple[int, int]:
+        """The least that no pair is too long for and whose two sides the text fills alike."""
+        source, target = self.row_lengths
+        ratio = self.encoded.target.lengths.sum() / self.encoded.source.lengths.sum()
+        return max(source, round(target / ratio)), max(target, round(source * ratio))
+
 
 def _lay(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
     """Put sentences side by side into their rows."""
