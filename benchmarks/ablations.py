@@ -71,12 +71,13 @@ ROWS = (
     Row("no-positions", "(E) no positional encoding", {"model.positional-encoding": "none"}),
     Row("halves", "(E) all sines, then all cosines", {"model.positional-encoding": "halves"}),
     Row("post-norm", "norm after the sum, as the paper", {"model.norm": "post"}),
+    Row("separate", "(3.4) embeddings and output apart", {"model.embeddings": "separate"}),
     Row("r-drop", "R-Drop, α = 5 (two readings a step)", {"training.r-drop": 5.0}),
     Row("no-subwords", "no subword sampling", {"data.subword-sampling": 0.0}),
     Row("ema", "moving average of parameters, 0.999", {"training.ema-decay": 0.999}),
     Row("average", "mean of the last 5 checkpoints", KEEP, mean=True),
 )
-"""The letters are those of the paper's table 3."""
+"""The letters are those of the paper's table 3, the number that of its section."""
 
 
 @dataclasses.dataclass(frozen=True)
