@@ -133,28 +133,33 @@ def main(arguments: list[str]) -> int:
         def prepare(processes: int) -> None:
             use_cores(config.data.rows_per_batch // processes)
 
-        with together(settings.distributed, prepare), contextlib.ExitStack() as held:
+        with together(settings.distributed, prepare), explaining(), contextlib.ExitStack() as held:
             with first_ahead("lock"):
                 if is_first():
                     held.enter_context(run.locked())
             return work(run, config, Profile(run.profile, settings.profile * is_first(), say))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"train.py: error: {explained(error)}", file=sys.stderr)
+        print(f"train.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nStopped. The same command goes on.", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def explained(error: Exception) -> str:
-    """What went wrong; where XLA only says that memory is full, what takes less of it, too."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return str(error)
-    return (
-        f"the device has not enough memory for this ({str(error).splitlines()[0]}). Take fewer "
-        "--data.rows-per-batch and more --training.gradient-accumulation, or --model.remat, or "
-        "--model.dtype bfloat16."
-    )
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Where XLA only says that memory is full, say what takes less of it, too."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the device has not enough memory for this ({str(error).splitlines()[0]}). Training "
+            "needs less with --model.remat or --model.dtype bfloat16, or, in a new --workdir, with "
+            "fewer --data.rows-per-batch and more --training.gradient-accumulation; translating, "
+            "with a smaller --decoding.batch-size or --decoding.beam-size."
+        ) from error
 
 
 def read_arguments(arguments: list[str]) -> Arguments:

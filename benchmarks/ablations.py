@@ -6,7 +6,8 @@
 Each row is `train.py configs/multi30k_en_de.py` with one setting changed, all on the same batches,
 for the same number of steps, one core each. Any other option goes to all of them:
 `--training.warmup-steps 500`. Stopped, by Ctrl-C or a power cut, and started again with the same
-options it goes on where it stood: what is finished stays, what was cut is resumed.
+options it goes on where it stood: what is finished stays, what was cut is resumed. Other options
+want another --folder.
 
 With --docs it writes what is measured so far, after each run: ablations.json, ablations.md with the
 table and ablations.png. What that means is for a person to write, in another file.
@@ -359,6 +360,16 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     return settings, others
 
 
+def check_options(file: Path, common: tuple[str, ...]) -> None:
+    """End where runs of other options lie there, which would go on or be taken for these."""
+    if file.exists() and (found := file.read_text()) != shlex.join(common):
+        sys.exit(
+            "ablations.py: error: all runs of a folder have the same options; those in "
+            f"{file.parent} have {found}. Choose another --folder."
+        )
+    write_atomically(file, shlex.join(common))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train what is not trained yet, and tell what is measured; returns the exit status."""
     settings, others = read_arguments(arguments)
@@ -376,6 +387,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(shlex.join(job.command) for job in missing))
         return 0
     settings.folder.mkdir(parents=True, exist_ok=True)
+    check_options(settings.folder / "options.txt", common)
     title = f"{settings.steps:,} steps of {CONFIG} {shlex.join(others)}; {machine('jax')}"
 
     def tell() -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         ModelConfig,
         TrainingConfig,
     )
+    from flaxformer_min.decoding.search import Sampling
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.model.attention import (
         KeyValue,
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "ModelConfig": "config",
     "MultiHeadAttention": "model.multi_head_attention",
     "RunFolder": "run_folder",
+    "Sampling": "decoding.search",
     "Tokens": "tokens",
     "TrainingConfig": "config",
     "Transformer": "model.transformer",
@@ -74,6 +76,7 @@ __all__ = [
     "ModelConfig",
     "MultiHeadAttention",
     "RunFolder",
+    "Sampling",
     "Tokens",
     "TrainingConfig",
     "Transformer",

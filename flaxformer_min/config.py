@@ -95,10 +95,11 @@ class DataConfig:
     """Train the tokenizer on at most this many pairs, drawn evenly from the training split."""
 
     source_row_length: int = setting(64, at_least=8)
-    """Places in a row of source tokens. A pair that needs more is dropped and counted."""
+    """Places in a row of source tokens. A pair that needs more is dropped and counted. Above 128 a
+    multiple of it takes less memory: attention then goes block by block."""
 
     target_row_length: int = setting(64, at_least=8)
-    """Places in a row of target tokens. A pair that needs more is dropped and counted."""
+    """The same of target tokens."""
 
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: each epoch cuts the training text anew into other pieces of the vocabulary (subword
@@ -221,8 +222,8 @@ class TrainingConfig:
     """Factor on equation 3; 1 is the paper."""
 
     cooldown_steps: int = setting(0, at_least=0, may_change=True)
-    """Over the last steps, or all where there are fewer, the learning rate falls to zero in a line;
-    0 is the paper."""
+    """Over the last steps, or all where there are fewer, equation 3 is multiplied by a factor that
+    falls to zero in a line; 0 is the paper."""
 
     adam_b1: float = setting(0.9, at_least=0, less_than=1)
     """Adam's β₁."""

@@ -136,10 +136,13 @@ class RunFolder:
             self._check_empty()
         differing = differences(self.config(), config) if self.exists else []
         if differing and self._has_checkpoint():
+            file = self.path / "config.json"
+            moved = f" If the same text lies elsewhere now, say where in {file}."
             raise ValueError(
                 f"{self.path} holds a run with other settings:\n  "
                 + "\n  ".join(differing)
-                + "\nGo on with the settings of the run, or choose another --workdir."
+                + f"\nGo on with the settings of the run, `python train.py {file}`, or choose "
+                "another --workdir." + moved * (self.config().data.corpus != config.data.corpus)
             )
         if not self._has_checkpoint():  # the text may be another one, too
             names = self._tokenizer_names(config)

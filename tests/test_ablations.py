@@ -71,14 +71,21 @@ def test_a_row_changes_the_settings_it_names_and_nothing_else(row, monkeypatch):
 
 
 def test_a_benchmark_that_is_started_again_trains_what_is_not_finished(folder):
-    """Rows with equal settings share their runs; other steps are other results, in the same run."""
+    """Rows with equal settings share their runs."""
     assert start(folder) == 0
     assert starts(folder) == {"base-0": 1, "base-1": 1, "post-norm-0": 1}
     (folder / "base-1.json").unlink()  # as if it had been cut
     assert start(folder) == 0
     assert starts(folder) == {"base-0": 1, "base-1": 2, "post-norm-0": 1}
-    assert start(folder, "--steps", "5") == 0
-    assert starts(folder) == {"base-0": 2, "base-1": 3, "post-norm-0": 2}
+
+
+def test_runs_of_other_options_are_refused_in_the_same_folder(folder):
+    """They would go on with what was finished, or be taken for it."""
+    assert start(folder) == 0
+    for other in (["--steps", "5"], ["--training.warmup-steps", "7"]):
+        with pytest.raises(SystemExit, match="training.steps 4 .*Choose another --folder"):
+            start(folder, *other)
+    assert starts(folder) == {"base-0": 1, "base-1": 1, "post-norm-0": 1}
 
 
 def test_a_dry_run_prints_what_is_missing_and_trains_nothing(folder, capsys):

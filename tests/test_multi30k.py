@@ -72,13 +72,19 @@ def test_the_last_runs_learn_from_the_text_and_both_translations(tmp_path, start
     assert all(f"text:{tmp_path}/m30k " in call for call in trained[:2])
     assert all(f"text:{text} " in call for call in trained[2:])
     assert ["--data.subword-sampling 0" in call for call in trained] == [False, True, False, False]
+    begun = [f"--training.begin-from {tmp_path}/runs/sampled " in call for call in trained]
+    assert begun == [False, False, True, True]
     assert "--training.seed 4" in trained[-1]
     assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --lowercase"
 
 
-def test_what_was_translated_is_not_translated_again(tmp_path, start):
+def test_what_was_translated_or_written_is_not_again(tmp_path, start):
+    """The text keeps its time, by which what was encoded of it is known."""
     write_text(tmp_path / "m30k")
-    first, second = start("m30k", "runs"), start("m30k", "runs")
+    first = start("m30k", "runs")
+    written = (tmp_path / "runs" / "text" / "train.de").stat().st_mtime_ns
+    second = start("m30k", "runs")
+    assert (tmp_path / "runs" / "text" / "train.de").stat().st_mtime_ns == written
     assert sum(call.startswith("translate") for call in first) == 2
     assert second == [call for call in first if not call.startswith("translate")]
 

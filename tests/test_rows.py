@@ -267,14 +267,29 @@ def test_padding_is_the_share_of_places_without_a_token(encoded):
     assert batches.padding() == pytest.approx(empty / places)
 
 
+def test_the_end_of_a_sentence_is_no_piece_of_its_words(tmp_path):
+    encoded = encode([("ab cd", "efg"), ("", "h")], tmp_path)
+    assert str(encoded.counts).endswith("pieces a word: 2.50 source, 3.00 target")
+
+
 @pytest.mark.parametrize(
     "row_lengths, expected",
-    [((30, 20), (30, 45)), ((20, 60), (40, 60)), ((20, 30), (20, 30)), ((22, 31), (22, 33))],
+    [
+        ((30, 20), (30, 44)),
+        ((20, 60), (40, 60)),
+        ((20, 30), (20, 30)),
+        ((21, 31), (21, 32)),
+        ((256, 256), (256, 384)),
+        ((128, 256), (128, 256)),
+    ],
 )
 def test_even_rows_have_the_proportion_of_the_text_and_are_never_shorter(
     tmp_path, row_lengths, expected
 ):
-    """The text has three target tokens for two source tokens, each sentence with its EOS."""
+    """The text has three target tokens for two source tokens, each sentence with its EOS.
+
+    To the nearest even number, or multiple of 128 where the rows were such.
+    """
     pairs = [("a" * 9, "b" * 14), ("c" * 3, "d" * 5)]
     encoded = encode_pairs(pairs, (Letters(), Letters()), row_lengths, tmp_path, "some text")
     assert single_pass(encoded, row_lengths, 1).even_row_lengths() == expected

@@ -313,6 +313,21 @@ def test_other_settings_in_an_existing_run_are_named_and_refused(config, tmp_pat
     assert "choose another --workdir" in error
 
 
+def test_a_run_goes_on_where_its_text_has_moved_once_its_config_says_where(
+    config, tmp_path, capsys
+):
+    assert run(config, tmp_path / "run", "--training.steps", "1") == 0
+    shutil.move(tmp_path / "corpus", tmp_path / "moved")
+    moved = ["--training.steps", "2", "--data.corpus", f"text:{tmp_path / 'moved'}"]
+    assert run(config, tmp_path / "run", *moved) == 2
+    file = tmp_path / "run" / "config.json"
+    assert f"If the same text lies elsewhere now, say where in {file}." in capsys.readouterr().err
+    file.write_text(file.read_text().replace(f"{tmp_path}/corpus", f"{tmp_path}/moved"))
+    assert train.main([str(file), "--training.steps", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "Going on from step 1." in printed and "warning" not in printed
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [

@@ -316,6 +316,18 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
     assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
 
 
+def test_a_run_that_patience_had_ended_says_so_when_it_is_to_go_on(tmp_path):
+    state = TrainState(jnp.int32(4), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+    config = TrainingConfig(steps=100, patience=2)
+    checkpoints = Checkpoints(tmp_path, 3)
+    said, validate = [], pytest.fail
+    before = {"ranks": [1.0, 2.0, 2.0]}
+    run_empty_steps(state, config, checkpoints, validate, before=before, say=said.append)
+    checkpoints.close()
+    (text,) = said
+    assert "2 validations in a row" in text and "larger --training.patience" in text
+
+
 def test_the_best_by_validation_is_saved_also_where_no_save_is_due(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
     state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))

@@ -190,7 +190,10 @@ def test_samples_repeat_by_seed_and_line(translator):
         found = translator.hypotheses(lines, options, first_line=first_line)
         return [each[0].text for each in found]
 
-    assert texts(1) == texts(1) != texts(2)
+    assert texts(1) == texts(1)
+    compilations = translator.compilations
+    assert texts(2) != texts(1) != texts(2**40)
+    assert translator.compilations == compilations
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 

@@ -118,7 +118,7 @@ def open_lines(path: str | None, warn: Callable = warn_user) -> Iterator[Lines]:
 def aligned(first: Lines, *others: Lines) -> Iterator[tuple[int, list[list[str]]]]:
     """The number of the next line, and the next lines of each file, the same number of each.
 
-    Raises ValueError, after the common lines, where one has more lines than another.
+    Raises ValueError, with the number of lines of each, where one has more than another.
     """
     while True:
         number = first.count + 1

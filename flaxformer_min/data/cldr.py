@@ -11,8 +11,8 @@ What keeps it honest:
   "May 5, 2031" is both long and medium) and differ in the target, only the first of them is used.
 * A value belongs to one split. No date, clock time or number from 100 up that a validation or test
   phrase starts from is one that a training phrase starts from, and no source text of theirs occurs
-  in training. A number below 100 is new only together with its unit, a name only with its company:
-  the words themselves have to be learnt somewhere.
+  in training. A number below 100 is new only together with its unit, a name only with its company,
+  the first time of a span only with its last: the words themselves have to be learnt somewhere.
 * A phrase that CLDR lacks in either language (Babel then shows a key such as "duration-minute") is
   left out.
 * No-break and thin spaces are written as plain ones, as people type them.
@@ -362,7 +362,7 @@ def _clock_kinds(source: Locale, target: Locale) -> list[Kind]:
         for skeleton in _in_both(source, target, "datetime_skeletons", WEEKDAY_TIME_SKELETONS)
     ]
     intervals = [
-        Kind(f"time-interval:{skeleton}", 1.5, _time_span, _first_time, _time_interval(skeleton))
+        Kind(f"time-interval:{skeleton}", 1.5, _time_span, _both_times, _time_interval(skeleton))
         for skeleton in _in_both(source, target, "interval_formats", TIME_INTERVALS)
     ]
     return times + both + intervals
@@ -569,7 +569,7 @@ def _first(value: tuple) -> Hashable:
     return value[0]
 
 
-def _first_time(value: tuple[datetime, datetime]) -> Hashable:
+def _both_times(value: tuple[datetime, datetime]) -> Hashable:
     return value[0].time(), value[1].time()
 
 

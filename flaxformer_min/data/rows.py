@@ -56,7 +56,7 @@ class Ragged(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What became of the pairs of a split, and how many pieces a word has on each side."""
+    """What became of the pairs of a split; words, and pieces with EOS, of those not empty."""
 
     read: int
     empty: int
@@ -73,8 +73,9 @@ class Counts(NamedTuple):
 
     def __str__(self) -> str:
         """One line for a person."""
-        source = self.source_pieces / max(self.source_words, 1)
-        target = self.target_pieces / max(self.target_words, 1)
+        ends = self.read - self.empty  # each sentence's EOS is no piece of a word
+        source = (self.source_pieces - ends) / max(self.source_words, 1)
+        target = (self.target_pieces - ends) / max(self.target_words, 1)
         return (
             f"{self.read:,} pairs read, {self.empty:,} with an empty side and {self.too_long:,} "
             f"longer than a row left out; pieces a word: {source:.2f} source, {target:.2f} target"
@@ -100,12 +101,18 @@ class Ways(NamedTuple):
 
         Kudo 2018, section 3.2. The largest of logarithms with Gumbel noise is such a draw.
         """
-        noisy = alpha * self.log_probs + rng.gumbel(size=len(self.log_probs))
-        start = np.cumsum(self.counts) - self.counts
-        largest = np.repeat(np.maximum.reduceat(noisy, start), self.counts)
-        sentence = np.repeat(np.arange(len(start)), self.counts)
-        winners = np.flatnonzero(noisy == largest)
-        return self._chosen(winners[np.unique(sentence[winners], return_index=True)[1]])
+        chosen, first = [], 0
+        for begin in range(0, len(self.counts), CHUNK):  # of all, it would take gigabytes
+            counts = self.counts[begin : begin + CHUNK]
+            log_probs = self.log_probs[first : first + counts.sum()]
+            noisy = alpha * log_probs + rng.gumbel(size=len(log_probs))
+            start = np.cumsum(counts) - counts
+            largest = np.repeat(np.maximum.reduceat(noisy, start), counts)
+            sentence = np.repeat(np.arange(len(start)), counts)
+            winners = np.flatnonzero(noisy == largest)
+            chosen.append(first + winners[np.unique(sentence[winners], return_index=True)[1]])
+            first += len(log_probs)
+        return self._chosen(np.concatenate(chosen))
 
     def _chosen(self, numbers: np.ndarray) -> Ragged:
         return Ragged(self.cuts.ids, self.cuts.starts[numbers], self.cuts.lengths[numbers])
@@ -456,10 +463,15 @@ class EpochBatches:
         return 1 - (self.encoded.source.lengths.sum() + self.encoded.target.lengths.sum()) / places
 
     def even_row_lengths(self) -> tuple[int, int]:
-        """The least that no pair is too long for and whose two sides the text fills alike."""
+        """The least that no pair is too long for and whose two sides the text fills alike.
+
+        As multiples of what both lengths are multiples of, 128 or 2: some attention wants that.
+        """
         source, target = self.row_lengths
         ratio = self.encoded.target.lengths.sum() / self.encoded.source.lengths.sum()
-        return max(source, round(target / ratio)), max(target, round(source * ratio))
+        unit = 2 if source % 128 or target % 128 else 128
+        longer = (unit * round(length / unit) for length in (target / ratio, source * ratio))
+        return tuple(map(max, self.row_lengths, longer))
 
 
 def _lay(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:

@@ -296,11 +296,12 @@ class Translator:
         """
         if len(self.models) > 1:
             raise ValueError(f"attention is that of one model; got {len(self.models)}.")
-        source_ids = self._cut([self.source_tokenizer.encode(source)], "line", 1, warn)[0]
+        source_ids = self._cut(self.source_tokenizer.encode_batch([source]), "line", 1, warn)[0]
         if target is None:
             found = self.hypotheses([source], self.options(), warn=lambda said: None)
             target = found[0][0].text
-        target_ids = self._cut([self.target_tokenizer.encode(target)], "target line", 1, warn)[0]
+        encoded = self.target_tokenizer.encode_batch([target])
+        target_ids = self._cut(encoded, "target line", 1, warn)[0]
         both = [one_sentence_per_row(jnp.array([ids])) for ids in (source_ids, target_ids)]
         _, state = self.models[0].apply(
             {"params": self.params[0]}, Batch(*both), mutable=["intermediates"]
@@ -406,8 +407,14 @@ class Translator:
         # A row that is only padding is through after one step.
         limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
         numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
-        program = partial(_search, options=options)
-        return self._program(options, program, source, np.array(limit, np.int32), numbers, *prefix)
+        seeds = np.zeros((rows, 1), np.uint32)
+        if options.sampling is not None:
+            # Given to the program and no part of it, or each seed would be compiled.
+            key = jax.random.key_data(jax.random.key(options.seed))
+            seeds = np.broadcast_to(key, (rows, *key.shape))
+        options = dataclasses.replace(options, seed=0)
+        arrays = source, np.array(limit, np.int32), numbers, seeds, *prefix
+        return self._program(options, partial(_search, options=options), *arrays)
 
     def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
         """A program that is compiled for these arrays, whose rows are split between all devices."""
@@ -451,7 +458,7 @@ class Translator:
 
 
 def _search(
-    models, params, source, max_length, lines, prefix=None, *, options: Options
+    models, params, source, max_length, lines, seeds, prefix=None, *, options: Options
 ) -> Hypotheses:
     """The search for a batch on one device: encode, read the prefixes, and loop."""
     if prefix is None:
@@ -490,7 +497,7 @@ def _search(
     begin = Prefix(first_tokens(prefix), (prefix != PAD).sum(1), _mean_probability(forced).sum(1))
     keys = None
     if options.sampling is not None:
-        keys = jax.vmap(lambda line: jax.random.fold_in(jax.random.key(options.seed), line))(lines)
+        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds), lines)
     return search(
         step,
         reorder,

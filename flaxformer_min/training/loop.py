@@ -138,6 +138,8 @@ def train(
         rank = check()
         if not owed:
             checkpoints.describe(step, {"ranks": ranks, "owed": False}, rank)
+    if step < config.steps and out_of_patience(ranks, config.patience):
+        say(_impatience(config))
     with _progress(step, config.steps) as bar:
         while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
             state, metrics = train_step(state, split(next(rows)))
@@ -158,7 +160,7 @@ def train(
                 rank = check()
             impatient = out_of_patience(ranks, config.patience)
             if impatient:
-                say(f"Stopping: {config.patience} validations in a row found nothing better.")
+                say(_impatience(config))
             best = rank is not None and rank <= min(ranks)
             if due[2] or step == config.steps or impatient or best:
                 save(rank)
@@ -167,6 +169,13 @@ def train(
         save()
     checkpoints.wait()
     return state
+
+
+def _impatience(config: TrainingConfig) -> str:
+    return (
+        f"Stopping: {config.patience} validations in a row found nothing better. A larger "
+        "--training.patience goes on."
+    )
 
 
 def out_of_patience(ranks: Sequence[float], patience: int | None) -> bool:
