@@ -657,6 +657,25 @@ def test_a_program_that_waits_for_each_answer_gets_it(places, environment, numbe
         assert running.stdout.read() == b""
 
 
+def test_a_signal_that_does_not_break_the_wait_for_a_line_ends_it_too(environment):
+    """As one does that comes just before the wait begins, or is delivered to another thread."""
+    program = (
+        "import signal, threading, time; from flaxformer_min.cli.lines import *;\n"
+        "def send():\n"
+        "    time.sleep(0.3)\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "with Stop() as stop:\n"
+        "    threading.Thread(target=send).start()\n"
+        "    try:\n"
+        "        Lines(sys.stdin, 'stdin').take(1)\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(stop.status)\n"
+    )
+    with process([sys.executable, "-c", program], environment) as running:
+        assert running.wait(timeout=60) == 130
+        assert running.stderr.read() == b""
+
+
 def test_output_to_a_pipe_of_the_shell_is_written_to(places, environment):
     command = f"echo red | {' '.join(COMMAND)} translate {places['run']} --output /dev/stdout | cat"
     done = subprocess.run(

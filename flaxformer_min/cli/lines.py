@@ -17,6 +17,12 @@ CHUNK = 1_024
 BLOCK = 1 << 16
 """Bytes that are read at once, at most."""
 
+LOOK = 0.5
+"""Seconds after which a wait for text looks whether a signal has come.
+
+One that comes just before the wait, or to another thread, does not end the wait itself.
+"""
+
 
 def warn_user(message: Any) -> None:
     """Tell it on stderr."""
@@ -81,6 +87,8 @@ class Lines:
     def _read_block(self) -> None:
         if self.typed and not self._rest:
             print("> ", end="", file=sys.stderr, flush=True)
+        while not select.select([self._descriptor], [], [], LOOK)[0]:
+            pass
         block = os.read(self._descriptor, BLOCK)
         self._rest += block
         if b"\n" in block:
