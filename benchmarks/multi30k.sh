@@ -24,7 +24,8 @@ cd "$(dirname "$0")/.."
 train() { # NAME FOLDER OPTION ...
     # shellcheck disable=SC2086
     python train.py configs/multi30k_en_de.py --workdir "$runs/$1" --data.corpus "text:$2" \
-        --data.languages "$languages" "${@:3}" ${OPTIONS:-} | tee -a "$runs/$1.log"
+        --data.languages "$languages" --training.validate-every 4000 "${@:3}" ${OPTIONS:-} |
+        tee -a "$runs/$1.log"
 }
 
 lines() { # SPLIT LANGUAGE

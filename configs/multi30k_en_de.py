@@ -5,8 +5,9 @@ Needs a folder with train.en, train.de, val.en, val.de and test2016.en, test2016
     python train.py configs/multi30k_en_de.py --data.corpus text:DIR
 
 `--data.languages de-en` turns it round. At 3 steps a second on one core of a 2.45 GHz EPYC it takes
-two hours, and reaches 41.21 BLEU on the validation split and 39.54 on test2016, cased. With its
-own translations as more text, benchmarks/multi30k.sh, it reaches one more (docs/results.md).
+less than two hours, and reaches 41.21 BLEU on the validation split and 39.54 on test2016, cased.
+With its own translations as more text, benchmarks/multi30k.sh, it reaches two more on test2016
+(docs/results.md).
 """
 
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
