@@ -1,13 +1,17 @@
 """What each choice is worth on Multi30k, after the paper's table 3: one training for each row.
 
-    python benchmarks/ablations.py --corpus text:DIR --steps 3000 --rows base:3,post-norm:3,heads-1
-    python benchmarks/ablations.py --corpus text:DIR --steps 3000 --docs docs
+    python benchmarks/ablations.py --corpus text:DIR --steps 1600 --docs docs \\
+        --training.warmup-steps 400 --training.cooldown-steps 1200 \\
+        --training.learning-rate-scale 0.679
 
-Each row is `train.py configs/multi30k_en_de.py` with one setting changed, all on the same batches,
-for the same number of steps, one core each. Any other option goes to all of them:
-`--training.warmup-steps 500`. Stopped, by Ctrl-C or a power cut, and started again with the same
-options it goes on where it stood: what is finished stays, what was cut is resumed. Other options
-want another --folder.
+Each row is `train.py configs/multi30k_en_de.py` with one thing changed, for the same number of
+steps, on the same text, in the same order of rows unless that is what changes, one core each. Any
+other option goes to all of them; warm-up and cooldown are the config's, for 20,000 steps, unless
+shorter ones are given. `--rows base:3,post-norm:3,heads-1` is for some of the rows, two of these
+with three seeds.
+
+Stopped, by Ctrl-C or a power cut, and started again with the same options it goes on where it
+stood: what is finished stays, what was cut is resumed. Other options want another --folder.
 
 With --docs it writes what is measured so far, after each run: ablations.json, ablations.md with the
 table and ablations.png. What that means is for a person to write, in another file.

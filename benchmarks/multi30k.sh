@@ -7,8 +7,9 @@
 # diversification (Nguyen et al. 2020), also known as sequence-level distillation (Kim and Rush
 # 2016); what translates in the end is a single model.
 #
-# DIR holds train.en, train.de, val.en, ... (or .gz). LANGUAGES=de-en turns it round, and OPTIONS
-# go to every training. Started again it goes on where it stood.
+# DIR holds train.en, train.de, val.en, val.de, test2016.en and test2016.de (or .gz), by these names.
+# LANGUAGES=de-en turns it round, and OPTIONS go to every training. Started again it goes on where it
+# stood.
 set -euo pipefail
 if [ $# -lt 2 ]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2

@@ -319,7 +319,7 @@ class DecodingConfig:
     """A translation has at most as many tokens as its source and these."""
 
     batch_size: int = setting(64, at_least=1, may_change=True)
-    """Sentences that are searched for at once."""
+    """Sentences that each device searches for at once."""
 
     def __post_init__(self):
         """Check types, ranges and relations."""
