@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import runpy
 import shlex
 import signal
@@ -63,6 +62,7 @@ from flaxformer_min.processes import (
 )
 from flaxformer_min.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.stop import StopRequest
+from flaxformer_min.streams import open_streams, unheard
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import rank_of, train
@@ -100,11 +100,8 @@ class Arguments(Config):
 def say(text: str) -> None:
     """Tell the user, once."""
     if is_first():
-        try:
+        with unheard():
             tqdm.write(text)
-            sys.stdout.flush()  # or a log file shows it half an hour later
-        except BrokenPipeError:  # the reader has gone, the run has not
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Stopwatch:
@@ -139,10 +136,12 @@ def main(arguments: list[str]) -> int:
                     held.enter_context(run.locked())
             return work(run, config, Profile(run.profile, settings.profile * is_first(), say))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        with unheard():
+            print(f"train.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nStopped. The same command goes on.", file=sys.stderr)
+        with unheard():
+            print("\nStopped. The same command goes on.", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -608,6 +607,7 @@ def command() -> str:
 
 
 if __name__ == "__main__":
+    open_streams()
     # Until training listens itself: an exception, so that nothing half written stays behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -17,18 +17,23 @@ FORMAT_VERSION = 1
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter while it learns."""
 
+LENGTH_PENALTY_LIMIT = 10
+"""A larger one makes of long translations' penalties more than float32 holds."""
+
 
 def setting(
     default: Any,
     *,
     at_least: float | None = None,
+    at_most: float | None = None,
     more_than: float | None = None,
     less_than: float | None = None,
     may_change: bool = False,
 ) -> Any:
     """A field of a config: its default, its range, and whether a run that goes on may change it."""
-    limits = {"at_least": at_least, "more_than": more_than, "less_than": less_than}
-    return dataclasses.field(default=default, metadata={**limits, "may_change": may_change})
+    metadata = {"at_least": at_least, "at_most": at_most, "more_than": more_than}
+    metadata |= {"less_than": less_than, "may_change": may_change}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _check_known(where: str | Path, given: dict, known: dict) -> None:
@@ -47,12 +52,13 @@ def _check_fields(config: Any, group: str) -> None:
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
         if value is None or isinstance(value, (str, bool)):
             continue
-        at_least, more_than, less_than = (
-            field.metadata[limit] for limit in ("at_least", "more_than", "less_than")
+        at_least, at_most, more_than, less_than = (
+            field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")
         )
         rules = [
             (not math.isinf(value), "finite"),
             (at_least is None or value >= at_least, f"at least {at_least}"),
+            (at_most is None or value <= at_most, f"at most {at_most}"),
             (more_than is None or value > more_than, f"more than {more_than}"),
             (less_than is None or value < less_than, f"less than {less_than}"),
         ]
@@ -185,6 +191,12 @@ class ModelConfig:
     def __post_init__(self):
         """Check types, ranges and relations."""
         _check_fields(self, "model")
+        for name in DROPOUTS:
+            if 0 < getattr(self, name) <= 1 / 512:
+                raise ValueError(
+                    f"model.{name} must be 0 or more than 1/512, for one random byte decides about "
+                    f"a value, and less would drop nothing; got {getattr(self, name)}."
+                )
         if self.d_model % self.num_heads:
             raise ValueError(
                 "model.d_model must be a multiple of model.num_heads, so that the heads share it "
@@ -312,7 +324,7 @@ class DecodingConfig:
     beam_size: int = setting(4, at_least=1, may_change=True)
     """Hypotheses a sentence; 1 is greedy."""
 
-    length_penalty: float = setting(0.6, at_least=0, may_change=True)
+    length_penalty: float = setting(0.6, at_least=0, at_most=LENGTH_PENALTY_LIMIT, may_change=True)
     """α of Wu et al. 2016; 0 prefers short translations."""
 
     max_extra_tokens: int = setting(50, at_least=1, may_change=True)

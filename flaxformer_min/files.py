@@ -39,7 +39,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         os.chmod(scratch, 0o666 & ~_umask())
         os.replace(scratch, path)
     except BaseException:
-        os.unlink(scratch)
+        Path(scratch).unlink(missing_ok=True)
         raise
 
 
@@ -84,10 +84,10 @@ def folder_atomically(path: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what processes that were killed left half written. Only for the one that may write."""
-    for path in folder.glob(f".*{PARTIAL}"):
-        path.unlink()
+def remove_partial(path: Path) -> None:
+    """Remove what killed processes left of a file half written. Only for who alone may write it."""
+    for partial in path.parent.glob(f".{path.name}-*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def _umask() -> int:

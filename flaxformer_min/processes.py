@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -196,17 +197,21 @@ def _store() -> Any:
 
 
 def _end_all(error: BaseException) -> None:
-    """End this process for its error, and the others too."""
-    if re.match("[A-Z_]+: ", str(error)):  # a status of XLA's, whatever the exception's type
+    """End this process for its error, or because it was asked to, and the others too."""
+    status = 2
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        status = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
+        text = f"process {index()} of {count()} was asked to end. The same commands go on."
+    elif re.match("[A-Z_]+: ", str(error)):  # a status of XLA's, whatever the exception's type
         text = _cannot_go_on(error)
     else:
         text = f"process {index()} of {count()} failed: {str(error) or type(error).__name__}"
-    if not isinstance(error, (ValueError, OSError, RuntimeError)):
+    if not isinstance(error, (ValueError, OSError, RuntimeError)) and status == 2:
         traceback.print_exception(error)
     _say_last(text)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _store().key_value_set("failure", json.dumps([index(), text]), allow_overwrite=True)
-    _end()
+        _store().key_value_set("failure", json.dumps([index(), text, status]), allow_overwrite=True)
+    _end(status)
 
 
 def _cannot_go_on(error: BaseException) -> str:
@@ -222,21 +227,22 @@ def _end_with_the_others() -> None:
     try:
         failure = json.loads(_store().blocking_key_value_get("failure", PATIENCE))
     except jax.errors.JaxRuntimeError as error:
-        failure = [None, _cannot_go_on(error)]
+        failure = [None, _cannot_go_on(error), 2]
     if failure and failure[0] != index():
         _say_last(failure[1])
-        _end()
+        _end(failure[2])
 
 
 def _say_last(text: str) -> None:
     _ENDING.acquire()  # for ever: what fails afterwards fails because of it
-    print(f"error: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # who reads may have gone
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def _end() -> None:
+def _end(status: int) -> None:
     """End now: at a regular exit jax would wait for the other processes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     if is_first():
         time.sleep(1)  # the store ends with this process: let the others read
-    os._exit(2)
+    os._exit(status)

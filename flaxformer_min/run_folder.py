@@ -30,6 +30,8 @@ from flaxformer_min.files import remove_partial, write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
+TOKENIZER_FILES = ("tokenizer.model", "source_tokenizer.model", "target_tokenizer.model")
+
 
 class Restored(NamedTuple):
     """What a run translates with.
@@ -186,12 +188,13 @@ class RunFolder:
                 ) from error
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
-            remove_partial(self.path)
+            for name in ("config.json", "metrics.jsonl", *TOKENIZER_FILES):
+                remove_partial(self.path / name)  # and no output that others write here
             yield self
 
     def _check_empty(self) -> None:
         """Only what a start that was cut off leaves may be there."""
-        ours = {"lock", "tokenizer.model", "source_tokenizer.model", "target_tokenizer.model"}
+        ours = {"lock", *TOKENIZER_FILES}
         names = set(os.listdir(self.path)) if self.path.is_dir() else set()
         others = sorted(name for name in names - ours if not name.startswith("."))
         if others:

@@ -1,8 +1,8 @@
 """Ending politely: a first signal asks, a second one ends at once."""
 
+import contextlib
 import os
 import signal
-import sys
 from types import FrameType
 
 
@@ -44,4 +44,6 @@ class StopRequest:
             os._exit(128 + number)
         self.signal_number = number
         if self._announcement:
-            print(f"\n{self._announcement}", file=sys.stderr, flush=True)
+            # To the descriptor: who reads stderr may have gone, or a line be half written to it.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._announcement}\n".encode())

@@ -107,6 +107,17 @@ REFUSED = [  # and the table of test_bad_input.py
     (DataConfig, dict(download=1), "data.download must be true or false; got 1."),
     (TrainingConfig, dict(clip_norm="1"), "training.clip_norm must be a number or none; got '1'."),
     # out of range
+    (
+        ModelConfig,
+        dict(attention_dropout=1 / 512),
+        "model.attention_dropout must be 0 or more than 1/512, for one random byte decides about a "
+        "value, and less would drop nothing; got 0.001953125.",
+    ),
+    (
+        DecodingConfig,
+        dict(length_penalty=10.5),
+        "decoding.length_penalty must be at most 10; got 10.5.",
+    ),
     (ModelConfig, dict(vocab_size=3), "model.vocab_size must be at least 4; got 3."),
     (ModelConfig, dict(num_heads=0), "model.num_heads must be at least 1; got 0."),
     (ModelConfig, dict(source_vocab_size=3), "model.source_vocab_size must be at least 4; got 3."),

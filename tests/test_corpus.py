@@ -358,6 +358,22 @@ def test_a_prepared_set_is_found_without_the_class_that_made_it(prepared):
     assert output.stdout == "('Hello.', 'Hallo.') False\n", output.stderr
 
 
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_fingerprint_is_of_the_text_that_is_read(tmp_path, ending):
+    """Not of another that took its place since, or that would be known by what this one is."""
+    pack = gzip.compress if ending else bytes
+    for language in ("en", "de"):
+        (tmp_path / f"train.{language}{ending}").write_bytes(pack(b"old\n"))
+    pairs = read_pairs(f"text:{tmp_path}", "train", "en-de")
+    before = fingerprint(f"text:{tmp_path}", "train", "en-de")
+    for language in ("en", "de"):
+        (tmp_path / "new").write_bytes(pack(b"newer\n"))
+        os.replace(tmp_path / "new", tmp_path / f"train.{language}{ending}")
+    assert pairs[0] == ("old", "old")
+    assert pairs.fingerprint() == before
+    assert fingerprint(f"text:{tmp_path}", "train", "en-de") != before
+
+
 def test_fingerprints_of_sets_tell_name_split_and_direction(prepared):
     def of(*arguments):
         return fingerprint(*arguments, cache_dir=prepared)

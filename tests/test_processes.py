@@ -99,7 +99,7 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
 
 
 MEET = """
-import sys, time
+import signal, sys, time
 import jax, jax.numpy as jnp
 from flaxformer_min.devices import use_cores
 from flaxformer_min.processes import Distributed, gather, is_first, shared_poll, together
@@ -121,6 +121,11 @@ def stop():
     assert len(set(gather("steps", steps))) == 1
     return max(gather("status", request.status))
 
+def wait():
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    print("ready", flush=True)
+    time.sleep(600)
+
 def share():
     assert jax.local_device_count() == 1, "two rows for two processes"
     return 0
@@ -130,7 +135,7 @@ def prepare(processes):
         use_cores(2 // processes)
 
 with together(Distributed(sys.argv[3], 2, int(sys.argv[7])), prepare):
-    status = {"fail": fail, "stop": stop, "share": share}[sys.argv[1]]()
+    status = {"fail": fail, "stop": stop, "wait": wait, "share": share}[sys.argv[1]]()
 sys.exit(status)
 """
 
@@ -159,6 +164,20 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
         both[1].send_signal(signal.SIGTERM)
         outputs = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [143, 143], outputs
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_training_ends_all_with_a_sentence(number, status):
+    with pair("-c", MEET, "wait") as both:
+        for process in both:
+            while process.stdout.readline() not in ("ready\n", ""):
+                pass
+        both[1].send_signal(number)
+        for process in both:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == status
+            assert "error: process 1 of 2 was asked to end. The same commands go on.\n" in errors
+            assert "Traceback" not in errors
 
 
 def test_a_killed_first_process_ends_the_others_with_a_sentence():

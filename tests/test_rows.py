@@ -1,8 +1,14 @@
 """Rows: what is read is delivered, once an epoch, wherever one cuts."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -317,6 +323,66 @@ def test_rows_are_split_over_devices_in_order(encoded):
 def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
     with pytest.raises(ValueError, match="8 rows and 3 processes"):
         TrainingRows(encoded[0], ROWS, 8, seed=0, processes=3)
+
+
+WORKERS = """
+import os, sys, time
+from pathlib import Path
+from flaxformer_min.data.rows import EncodedPairs, TrainingRows
+from flaxformer_min.stop import StopRequest
+def main():
+    rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)
+    with StopRequest() as stop:
+        print("starts", flush=True)
+        next(rows)
+        print("goes on", flush=True)
+        while not stop and rows is not None:
+            next(rows)
+            time.sleep(0.05)
+    print("status", stop.status, flush=True)
+    rows.close()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def with_workers(encoded, tmp_path):
+    """A program whose rows come from a worker process, in a session of its own."""
+    (tmp_path / "program.py").write_text(WORKERS)
+    program = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), str(encoded[0].folder)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with program:
+        try:
+            yield program
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["starts", "goes on"])
+def test_ctrl_c_does_not_end_the_workers_under_the_run(with_workers, moment):
+    """A terminal sends it to all of them; the run is to finish its step and save."""
+    while with_workers.stdout.readline().strip() != moment:
+        pass
+    time.sleep(0.5)  # a worker that is starting
+    os.killpg(with_workers.pid, signal.SIGINT)
+    out, err = with_workers.communicate(timeout=120)
+    assert out.endswith("status 130\n"), err
+    assert "Traceback" not in err
+
+
+def test_the_workers_of_a_killed_run_end(with_workers):
+    while with_workers.stdout.readline().strip() != "goes on":
+        pass
+    with_workers.kill()
+    with_workers.communicate(timeout=60)  # they have its stdout, and so it ends when they do
 
 
 def test_a_worker_maps_the_files_instead_of_copying_them(encoded):

@@ -419,6 +419,7 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
         ({"n_best": 5}, "got n_best=5, beam_size=4"),
         ({"length_penalty": -0.1}, "length_penalty must be at least 0"),
         ({"length_penalty": float("nan")}, "length_penalty must be at least 0"),
+        ({"length_penalty": 10.5}, "and at most 10; got 10.5"),
         ({"min_length": -1}, "min_length must be at least 0"),
         ({"sampling": Sampling()}, "sampling needs a key"),
         ({"keyed": True}, "key is for sampling"),

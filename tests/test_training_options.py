@@ -1,5 +1,6 @@
 """What a run may ask for beside the paper: R-Drop, averages, patience, subword sampling."""
 
+import contextlib
 import hashlib
 import itertools
 import pickle
@@ -314,6 +315,35 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, be
     assert step == before
     assert "2 validations in a row" in said[-1]
     assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
+    tmp_path, monkeypatch, asked
+):
+    """As `scancel` sends it, to all processes of a job; else their end is an error."""
+    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+    checkpoints, calls = Checkpoints(tmp_path, 3), []
+
+    def next_or_dead(_):
+        calls.append("rows")
+        if len(calls) == 4:
+            raise RuntimeError("Worker process was terminated unexpectedly")
+        return 0
+
+    ending = contextlib.nullcontext() if asked else pytest.raises(RuntimeError, match="Worker")
+    monkeypatch.setattr(Endless, "__next__", next_or_dead)
+    with ending:
+        run_empty_steps(
+            state,
+            TrainingConfig(steps=9),
+            checkpoints,
+            pytest.fail,
+            stop=lambda: asked and len(calls) == 4,
+            say=pytest.fail,
+        )
+    checkpoints.close()
+    assert steps_of(tmp_path) == [3] * asked
 
 
 def test_a_run_that_patience_had_ended_says_so_when_it_is_to_go_on(tmp_path):

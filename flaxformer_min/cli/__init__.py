@@ -10,6 +10,7 @@ import sys
 
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
+from flaxformer_min.streams import drop_unwritable, open_streams, unheard
 
 CLOSED_PIPE = 141
 """The status of a program that a closed pipe ends, as a shell sees it: 128 + SIGPIPE."""
@@ -21,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     0 when all is done, 2 for a mistake of the user, 130 and 143 after Ctrl-C and SIGTERM, 141 when
     the reader of a pipe has gone.
     """
+    if argv is None:
+        open_streams()
     try:
         with Stop() as stop:
             try:
@@ -30,24 +33,17 @@ def main(argv: list[str] | None = None) -> int:
                 return args.command(args, stop)
             except KeyboardInterrupt:
                 if stop.came_twice and argv is None:
-                    _drop_stdout()
+                    drop_unwritable()
                     os._exit(stop.status)  # Python's own end waits for a batch that is running
                 return stop.status or 130
     except BrokenPipeError:
-        _drop_stdout()
+        drop_unwritable()
         return CLOSED_PIPE
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        _drop_stdout()
-        print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
+        drop_unwritable()
+        with unheard():
+            print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
         return 2
-
-
-def _drop_stdout() -> None:
-    """Where it takes nothing more: Python flushes once more at its end, and would complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from flaxformer_min.cli.commands import evaluate, score, translate
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
+from flaxformer_min.config import LENGTH_PENALTY_LIMIT
 
 DESCRIPTION = "Translate, score, evaluate and plot with a run that was trained."
 OWN = "default: the run's own setting"
@@ -143,7 +144,8 @@ def _add_search(parser: _Parser) -> None:
     add = parser.add_argument
     add("--beam-size", type=_number(int, at_least=1), metavar="N",
         help=f"hypotheses a sentence; 1 is greedy ({OWN})")
-    add("--length-penalty", type=_number(float, at_least=0, at_most=100), metavar="ALPHA",
+    alpha = _number(float, at_least=0, at_most=LENGTH_PENALTY_LIMIT)
+    add("--length-penalty", type=alpha, metavar="ALPHA",
         help=f"the larger, the longer the translations ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"tokens a translation may have more than its source ({OWN})")

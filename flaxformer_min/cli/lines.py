@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from flaxformer_min.files import open_atomically
 from flaxformer_min.stop import StopRequest
+from flaxformer_min.streams import unheard
 
 CHUNK = 1_024
 """Lines that are read, translated and written together, at most."""
@@ -26,7 +27,8 @@ One that comes just before the wait, or to another thread, does not end the wait
 
 def warn_user(message: Any) -> None:
     """Tell it on stderr."""
-    print(f"flaxformer-min: warning: {message}", file=sys.stderr)
+    with unheard():
+        print(f"flaxformer-min: warning: {message}", file=sys.stderr)
 
 
 class Stop(StopRequest):

@@ -261,17 +261,18 @@ class _Lines:
         self._load()
 
     def _load(self) -> None:
-        if self.path.suffix == ".gz":
-            try:
-                self.content = gzip.decompress(self.path.read_bytes())
-            except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
-        else:
-            with self.path.open("rb") as file:
-                empty = os.fstat(file.fileno()).st_size == 0  # which cannot be mapped
-                self.content = (
-                    b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                )
+        with self.path.open("rb") as file:
+            # Of what is read here, or another text that takes its place would be known by it.
+            self.status = os.fstat(file.fileno())
+            if self.path.suffix == ".gz":
+                try:
+                    self.content = gzip.decompress(file.read())
+                except (OSError, EOFError, zlib.error) as error:
+                    raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
+            elif self.status.st_size:
+                self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:  # nothing cannot be mapped
+                self.content = b""
         size, portion = len(self.content), 1 << 24  # portions: a comparison takes memory of its own
         ends = [
             start + np.flatnonzero(np.frombuffer(self.content[start : start + portion], "u1") == 10)
@@ -298,8 +299,7 @@ class _Lines:
             ) from error
 
     def identity(self) -> list:
-        status = self.path.stat()
-        return [str(self.path.resolve()), status.st_size, status.st_mtime_ns]
+        return [str(self.path.resolve()), self.status.st_size, self.status.st_mtime_ns]
 
     def __getstate__(self) -> dict:
         return {"path": self.path}

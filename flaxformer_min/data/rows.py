@@ -8,8 +8,13 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -570,8 +575,13 @@ class TrainingRows(Iterator[Batch]):
         """The next batch, of the next epoch if this one is through."""
         while True:
             if self._batches is None:
-                self._batches = self._prefetched(self.epoch(self._epoch))
-            batch = next(self._batches, None)
+                epoch = self.epoch(self._epoch)
+                # Ctrl-C goes to the workers, too, which inherit that it waits, and would end them.
+                with _waiting_interrupt(self._workers > 0):
+                    self._batches = self._prefetched(epoch)
+                    batch = next(self._batches, None)
+            else:
+                batch = next(self._batches, None)
             if batch is not None:
                 self._delivered += 1
                 return batch
@@ -587,8 +597,33 @@ class TrainingRows(Iterator[Batch]):
 
             if not flags.FLAGS.is_parsed():  # grain's workers read absl flags
                 flags.FLAGS.mark_as_parsed()
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._workers))
+            workers = grain.MultiprocessingOptions(num_workers=self._workers)
+            dataset = dataset.mp_prefetch(workers, _end_with_parent)
         return iter(dataset)
+
+
+@contextlib.contextmanager
+def _waiting_interrupt(waits: bool) -> Iterator[None]:
+    """SIGINT waits for the end of the body, and for ever in processes that are started there."""
+    if waits:
+        resource_tracker.ensure_running()  # it lets SIGINT through where it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if waits else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent(worker: int, workers: int) -> None:
+    """In a worker process: a killed parent cannot end it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def single_pass(

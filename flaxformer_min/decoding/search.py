@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from flaxformer_min.config import LENGTH_PENALTY_LIMIT
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 FIRST_WORD = max(PAD, UNK, BOS, EOS) + 1
@@ -485,10 +486,10 @@ def _check_search(
             "n_best must be from 1 to beam_size, the hypotheses that there are; "
             f"got n_best={n_best}, beam_size={beam_size}. Ask for fewer, or widen the beam."
         )
-    if not length_penalty >= 0:
+    if not 0 <= length_penalty <= LENGTH_PENALTY_LIMIT:
         raise ValueError(
-            "length_penalty must be at least 0, or the search could not tell when to stop; "
-            f"got {length_penalty}. 0 prefers short translations most."
+            "length_penalty must be at least 0, or the search could not tell when to stop, and at "
+            f"most {LENGTH_PENALTY_LIMIT}; got {length_penalty}. 0 prefers short translations most."
         )
     if min_length < 0:
         raise ValueError(f"min_length must be at least 0, which is no minimum; got {min_length}.")

@@ -134,6 +134,18 @@ def train(
         ranks.append(math.inf if rank is None else rank)
         return rank
 
+    def next_batch() -> Batch | None:
+        if step >= config.steps or stop() or out_of_patience(ranks, config.patience):
+            return None
+        try:
+            return next(rows)
+        except RuntimeError:
+            # A signal to all processes of a job ends those that assemble batches, too. Several that
+            # train together must end after the same step, and only some would here.
+            if jax.process_count() > 1 or not stop():
+                raise
+            return None
+
     if owed:
         rank = check()
         if not owed:
@@ -141,8 +153,8 @@ def train(
     if step < config.steps and out_of_patience(ranks, config.patience):
         say(_impatience(config))
     with _progress(step, config.steps) as bar:
-        while step < config.steps and not stop() and not out_of_patience(ranks, config.patience):
-            state, metrics = train_step(state, split(next(rows)))
+        while (batch := next_batch()) is not None:
+            state, metrics = train_step(state, split(batch))
             take_in(pending, step)
             pending, step = metrics, step + 1
             bar.update()

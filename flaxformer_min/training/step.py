@@ -138,7 +138,7 @@ def make_train_step(
 
     Loss and gradients are sums over all tokens of all devices and accumulated batches, divided by
     the number of these tokens: how tokens are spread does not matter. A step whose loss or gradient
-    is not finite leaves parameters and optimizer as they are and counts as skipped. `state` is
+    is not finite leaves parameters and moments as they are and counts as skipped. `state` is
     donated: use the returned one.
     """
     optimizer = make_optimizer(model.config.d_model, config)
@@ -178,6 +178,7 @@ def make_train_step(
             (params, opt_state, average),
             (state.params, state.opt_state, state.average),
         )
+        opt_state = _scheduled_at(opt_state, state.step + 1)
         metrics = {
             "loss": sums.loss / tokens,
             "accuracy": sums.correct / tokens,
@@ -193,6 +194,18 @@ def make_train_step(
     return jax.pmap(
         train_step, axis_name="devices", in_axes=(None, 0), out_axes=None, donate_argnums=0
     )
+
+
+def _scheduled_at(opt_state: optax.OptState, step: Int[Array, ""]) -> optax.OptState:
+    """With the learning rate of this step next: also after skipped ones it is the schedule's."""
+
+    def set_count(part: Any) -> Any:
+        return part._replace(count=step) if is_schedule(part) else part
+
+    def is_schedule(part: Any) -> bool:
+        return isinstance(part, optax.ScaleByScheduleState)
+
+    return jax.tree.map(set_count, opt_state, is_leaf=is_schedule)
 
 
 def make_eval_step(model: Transformer) -> Callable[[Params, Batch], Sums]:
