@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -576,7 +577,7 @@ class TrainingRows(Iterator[Batch]):
         while True:
             if self._batches is None:
                 epoch = self.epoch(self._epoch)
-                # Ctrl-C goes to the workers, too, which inherit that it waits, and would end them.
+                # Ctrl-C goes to the workers, too, and would end them; they inherit that it waits.
                 with _waiting_interrupt(self._workers > 0):
                     self._batches = self._prefetched(epoch)
                     batch = next(self._batches, None)
@@ -616,7 +617,7 @@ def _waiting_interrupt(waits: bool) -> Iterator[None]:
 
 def _end_with_parent(worker: int, workers: int) -> None:
     """In a worker process: a killed parent cannot end it."""
-    parent = os.getppid()
+    parent = multiprocessing.parent_process().pid  # also where it was killed already
 
     def watch() -> None:
         while os.getppid() == parent:
