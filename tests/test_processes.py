@@ -123,6 +123,7 @@ def stop():
 
 def wait():
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     print("ready", flush=True)
     time.sleep(600)
 
