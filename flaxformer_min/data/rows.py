@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -617,11 +616,9 @@ def _waiting_interrupt(waits: bool) -> Iterator[None]:
 
 def _end_with_parent(worker: int, workers: int) -> None:
     """In a worker process: a killed parent cannot end it."""
-    parent = multiprocessing.parent_process().pid  # also where it was killed already
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
+        multiprocessing.parent_process().join()  # returns at once where it was killed already
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
