@@ -27,21 +27,18 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from flaxformer_min.checkpoint import Checkpoints, mean_of_newest, rank_of_best, steps_of
 from flaxformer_min.config import Config
-from flaxformer_min.data.corpus import cache_folder, is_empty, languages_of, read_pairs
-from flaxformer_min.data.rows import (
-    WAYS,
-    EncodedPairs,
-    EpochBatches,
-    TrainingRows,
-    encode_pairs,
-    single_pass,
-    split_over_devices,
-)
+from flaxformer_min.data.batches import EpochBatches, TrainingRows, single_pass, split_over_devices
+from flaxformer_min.data.corpora import languages_of, read_pairs
+from flaxformer_min.data.corpora.pairs import is_empty
+from flaxformer_min.data.encoding import WAYS, EncodedPairs, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.devices import (
+from flaxformer_min.evaluation import bleu, evaluate
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runs.checkpoint import Checkpoints, mean_of_newest, rank_of_best, steps_of
+from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
+from flaxformer_min.runtime.devices import (
     CompileClock,
     describe,
     keep_compiled_programs,
@@ -49,10 +46,7 @@ from flaxformer_min.devices import (
     replicate,
     use_cores,
 )
-from flaxformer_min.evaluation import bleu, evaluate
-from flaxformer_min.files import write_atomically
-from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.processes import (
+from flaxformer_min.runtime.distributed import (
     Distributed,
     first_ahead,
     gather,
@@ -60,9 +54,9 @@ from flaxformer_min.processes import (
     shared_poll,
     together,
 )
-from flaxformer_min.run_folder import RunFolder, fit_vocabulary
-from flaxformer_min.stop import StopRequest
-from flaxformer_min.streams import open_streams, unheard
+from flaxformer_min.runtime.files import cache_folder, write_atomically
+from flaxformer_min.runtime.signals import StopRequest
+from flaxformer_min.runtime.streams import open_streams, unheard
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.debug import stopping_at_not_finite
 from flaxformer_min.training.loop import rank_of, train

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 from common import cores, machine, table
 
-from flaxformer_min.files import write_atomically
-from flaxformer_min.plots import save
+from flaxformer_min.plots.figures import save
+from flaxformer_min.runtime.files import write_atomically
 from flaxformer_min.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -47,7 +47,7 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_me
 
 def _begin_group(keeps_memory: bool = True) -> None:
     """With what it starts, such as compilers, a child is ended as one."""
-    from flaxformer_min.devices import keep_memory
+    from flaxformer_min.runtime.devices import keep_memory
 
     os.setpgrp()
     if keeps_memory:
@@ -181,7 +181,7 @@ def arguments(doc: str, split: str) -> argparse.ArgumentParser:
 
 def read_split(args: argparse.Namespace, split: str) -> Sequence[tuple[str, str]]:
     """The pairs that `--corpus` and `--languages` name."""
-    from flaxformer_min.data.corpus import read_pairs
+    from flaxformer_min.data.corpora import read_pairs
 
     return read_pairs(args.corpus, split, args.languages)
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.config import ModelConfig, TrainingConfig
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import TrainState, init_state
 

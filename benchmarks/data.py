@@ -80,7 +80,7 @@ def main() -> None:
 
 def encode(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
     """Text to token ids on disk, as the first start of training does it."""
-    from flaxformer_min.data.rows import encode_pairs
+    from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
@@ -105,7 +105,8 @@ def encode(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]
 
 def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
     """The first epoch packs; the others only shuffle."""
-    from flaxformer_min.data.rows import EncodedPairs, TrainingRows
+    from flaxformer_min.data.batches import TrainingRows
+    from flaxformer_min.data.encoding import EncodedPairs
 
     found = []
     for rows in rows_of_batches:
@@ -135,7 +136,8 @@ def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
 
 def deliver(args: argparse.Namespace, folder: Path, rows: int, workers: int) -> dict[str, Any]:
     """Batches as the loop of training takes them, but for training itself."""
-    from flaxformer_min.data.rows import EncodedPairs, TrainingRows, split_over_devices
+    from flaxformer_min.data.batches import TrainingRows, split_over_devices
+    from flaxformer_min.data.encoding import EncodedPairs
 
     devices = max(n for n in range(1, cores() + 1) if rows % n == 0)
     batches = TrainingRows(EncodedPairs.load(folder), ROW, rows, seed=0, workers=workers)

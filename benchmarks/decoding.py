@@ -138,7 +138,7 @@ def ours(
     import jax
     import jax.numpy as jnp
 
-    from flaxformer_min.devices import use_cores
+    from flaxformer_min.runtime.devices import use_cores
 
     use_cores()  # as the command line does
 

@@ -24,9 +24,9 @@ def main() -> None:
     args = parser.parse_args()
 
     from flaxformer_min import Translator
-    from flaxformer_min.data.cldr import phrases
-    from flaxformer_min.devices import keep_memory, use_cores
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.data.corpora.cldr import phrases
+    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.runtime.devices import keep_memory, use_cores
 
     use_cores()
     keep_memory()

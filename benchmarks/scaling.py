@@ -95,7 +95,7 @@ def measure(point: Point, steps: int) -> dict[str, float]:
 
     from flaxformer_min import Batch, ModelConfig, Transformer
     from flaxformer_min.config import TrainingConfig
-    from flaxformer_min.data.rows import split_over_devices
+    from flaxformer_min.data.batches import split_over_devices
     from flaxformer_min.tokens import Tokens
     from flaxformer_min.training.step import init_state, make_train_step
 
@@ -249,7 +249,7 @@ def draw(parts: dict[str, list[dict[str, Any]]], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    from flaxformer_min.plots import save
+    from flaxformer_min.plots.figures import save
 
     figure = Figure(figsize=(3.4 * len(parts), 6), layout="constrained")
     panels = figure.subplots(2, len(parts), squeeze=False, sharex="col", sharey="row")

@@ -128,7 +128,8 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
     import jax
 
     from flaxformer_min.config import ModelConfig, TrainingConfig
-    from flaxformer_min.data.rows import TrainingRows, encode_pairs, split_over_devices
+    from flaxformer_min.data.batches import TrainingRows, split_over_devices
+    from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.training.step import init_state, make_train_step
 
@@ -140,7 +141,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
 
-    from flaxformer_min.devices import use_cores
+    from flaxformer_min.runtime.devices import use_cores
 
     sizes, row = SIZES[settings["size"]], (64, 68)
     rows_per_batch = -(-settings["tokens"] // 64)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         ModelConfig,
         TrainingConfig,
     )
-    from flaxformer_min.decoding.search import Sampling
+    from flaxformer_min.decoding.choices import Sampling
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.model.attention import (
         KeyValue,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flaxformer_min.model.multi_head_attention import MultiHeadAttention
     from flaxformer_min.model.positions import sinusoidal_encoding
     from flaxformer_min.model.transformer import Transformer
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.runs.folder import RunFolder
     from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row, shift_right
 
 __version__ = "0.1.0"
@@ -44,8 +44,8 @@ _MODULE_OF = {
     "KeyValue": "model.attention",
     "ModelConfig": "config",
     "MultiHeadAttention": "model.multi_head_attention",
-    "RunFolder": "run_folder",
-    "Sampling": "decoding.search",
+    "RunFolder": "runs.folder",
+    "Sampling": "decoding.choices",
     "Tokens": "tokens",
     "TrainingConfig": "config",
     "Transformer": "model.transformer",

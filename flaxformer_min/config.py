@@ -6,84 +6,21 @@ knows which of its settings may change when a run is continued.
 
 import dataclasses
 import json
-import math
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
+
+from flaxformer_min.config_fields import _check_fields, _check_known, setting
 
 FORMAT_VERSION = 1
 """Of the run folder: config.json, the parameters' names and the files beside them."""
 
+
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter while it learns."""
 
+
 LENGTH_PENALTY_LIMIT = 10
 """A larger one makes of long translations' penalties more than float32 holds."""
-
-
-def setting(
-    default: Any,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    more_than: float | None = None,
-    less_than: float | None = None,
-    may_change: bool = False,
-) -> Any:
-    """A field of a config: its default, its range, and whether a run that goes on may change it."""
-    metadata = {"at_least": at_least, "at_most": at_most, "more_than": more_than}
-    metadata |= {"less_than": less_than, "may_change": may_change}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def _check_known(where: str | Path, given: dict, known: dict) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ValueError(f"{where} has no setting {unknown[0]!r}; it knows {', '.join(known)}.")
-
-
-def _check_fields(config: Any, group: str) -> None:
-    """Hold every field to its type and its range."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
-        if not _has_type(value, hints[field.name]):
-            raise ValueError(f"{name} must be {rule}; got {value!r}.")
-        if value is None or isinstance(value, (str, bool)):
-            continue
-        at_least, at_most, more_than, less_than = (
-            field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")
-        )
-        rules = [
-            (not math.isinf(value), "finite"),
-            (at_least is None or value >= at_least, f"at least {at_least}"),
-            (at_most is None or value <= at_most, f"at most {at_most}"),
-            (more_than is None or value > more_than, f"more than {more_than}"),
-            (less_than is None or value < less_than, f"less than {less_than}"),
-        ]
-        broken = [text for holds, text in rules if not holds]
-        if broken:
-            raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if get_origin(hint) in (types.UnionType, Union):
-        return any(_has_type(value, choice) for choice in get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-
-
-def _type_rule(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
-    if get_origin(hint) in (types.UnionType, Union):
-        return " or ".join(_type_rule(choice) for choice in get_args(hint))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names.get(hint, "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from flaxformer_min.config import ModelConfig, TrainingConfig
-from flaxformer_min.data.rows import split_over_devices
+from flaxformer_min.data.batches import split_over_devices
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import init_state, make_train_step

@@ -15,9 +15,9 @@ sys.path.insert(0, str(ROOT))
 
 import train
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
-from flaxformer_min.data.corpus import read_pairs
+from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder
 
 GOLDEN = ROOT / "tests" / "data" / "golden_run"
 EXPECTED = GOLDEN.with_name("golden_run_expected.json")

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 
-from flaxformer_min.plots import attention_page
+from flaxformer_min.plots.attention_page import attention_page
 
 SOURCE = ["▁the", "▁c", "</script><script>document.title='broken'</script>", "</s>"]
 TARGET = ["▁고양이", "&amp;", "</s>"]

@@ -14,10 +14,11 @@ from tiny_run import LINES, make_tiny_run
 
 import train
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
-from flaxformer_min.data.rows import Counts, TrainingRows
+from flaxformer_min.data.batches import TrainingRows
+from flaxformer_min.data.encoding import Counts
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder
 
 
 def assert_refused(call, error):

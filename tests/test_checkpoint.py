@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.checkpoint import Checkpoints, restore_params
+from flaxformer_min.runs.checkpoint import Checkpoints, restore_params
 
 pytestmark = [
     pytest.mark.usefixtures("failed_transfers"),

@@ -9,8 +9,7 @@ from datetime import date, datetime
 import pytest
 from babel import Locale
 
-from flaxformer_min.data import cldr
-from flaxformer_min.data.corpus import read_pairs
+from flaxformer_min.data.corpora import cldr, read_pairs
 
 MONTHS = (
     "January February March April May June July August September October November December".split()
@@ -148,7 +147,7 @@ def test_the_same_seed_gives_the_same_phrases_and_another_others(small):
 def test_phrases_do_not_depend_on_the_process(small):
     """Not on the order of sets of text, which differs from run to run."""
     program = (
-        "from flaxformer_min.data.cldr import phrases; import zlib;"
+        "from flaxformer_min.data.corpora.cldr import phrases; import zlib;"
         "print(zlib.crc32(repr(phrases('en', 'fr', 'test', size=60)).encode()))"
     )
     printed = {
@@ -179,7 +178,7 @@ def test_months_and_clocks_are_those_of_the_locale():
     noon = datetime(2031, 3, 5, 14, 7, 9)
 
     def both(kind, value):
-        return [cldr.plain_spaces(kinds[kind].render(value, w)) for w in (german, english)]
+        return [cldr_kinds.plain_spaces(kinds[kind].render(value, w)) for w in (german, english)]
 
     assert both("date:full", noon.date()) == [
         "Mittwoch, 5. März 2031",
@@ -209,7 +208,7 @@ def test_units_that_are_written_alike_are_told_apart_or_left_out():
     def render(item, number, locale):
         return texts[item][locale == target]
 
-    kept = cldr._written_apart(list(texts), render, source, target)
+    kept = cldr_kinds._written_apart(list(texts), render, source, target)
     assert kept == [("first", "long"), ("third", "long")]
 
 
@@ -257,7 +256,7 @@ def test_a_set_is_prepared_once(small, tmp_path, monkeypatch):
 
 def test_two_processes_may_prepare_at_once(tmp_path):
     program = (
-        "from flaxformer_min.data import cldr; from pathlib import Path; import sys;"
+        "from flaxformer_min.data.corpora import cldr; from pathlib import Path; import sys;"
         "cldr.SIZES = {'test': 20, 'validation': 20, 'train': 500};"
         "sys.stdin.readline();"  # both have imported, and start together
         f"print(cldr.prepare('en', 'ko', Path({str(tmp_path)!r})).info.splits.total_num_examples)"

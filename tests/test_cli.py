@@ -19,17 +19,13 @@ import numpy as np
 import pytest
 from tiny_run import make_tiny_run
 
-from flaxformer_min import cli, plots
+from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
-from flaxformer_min.decoding.search import Sampling
-from flaxformer_min.decoding.translator import (
-    LENGTHS,
-    Attention,
-    PairScore,
-    Translation,
-    Translator,
-)
+from flaxformer_min.decoding.batching import LENGTHS
+from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
+from flaxformer_min.plots import figures as plots
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
 LOADED = {}

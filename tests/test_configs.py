@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import pytest
 
 from flaxformer_min.config import Config
-from flaxformer_min.data.corpus import read_pairs
+from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.evaluation import default_tokenize
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.metrics import read_metrics
 

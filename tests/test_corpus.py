@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.data.corpus import (
-    cache_folder,
-    is_empty,
-    languages_of,
-    read_pairs,
-    splits,
-)
+from flaxformer_min.data.corpora import languages_of, read_pairs, splits
+from flaxformer_min.data.corpora.pairs import is_empty
+from flaxformer_min.runtime.files import cache_folder
 
 
 def fingerprint(*arguments, **where):
@@ -262,7 +258,7 @@ def test_text_is_read_without_loading_tfds_or_babel(tmp_path):
     """They take a second to import; and TensorFlow is never loaded, by any corpus."""
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     program = (
-        "import sys; from flaxformer_min.data.corpus import read_pairs;"
+        "import sys; from flaxformer_min.data.corpora import read_pairs;"
         f"read_pairs({corpus!r}, 'train', 'en-de')[0];"
         "print(sorted({'tensorflow_datasets', 'babel', 'tensorflow', 'torch'} & set(sys.modules)))"
     )
@@ -350,7 +346,7 @@ def test_languages_override_the_direction_of_a_set(prepared):
 
 def test_a_prepared_set_is_found_without_the_class_that_made_it(prepared):
     program = (
-        "from flaxformer_min.data.corpus import read_pairs; import sys;"
+        "from flaxformer_min.data.corpora import read_pairs; import sys;"
         f"print(read_pairs('tfds:greetings/en-de', 'train', '', {prepared!r})[0],"
         "'tensorflow' in sys.modules)"
     )
@@ -412,7 +408,7 @@ def test_a_set_in_another_format_is_an_error(prepared, tmp_path):
         read_pairs("tfds:greetings/en-de", "train", "", there)
     # And where its class is not at hand, which tfds finds out in another place.
     program = (
-        "from flaxformer_min.data.corpus import read_pairs;"
+        "from flaxformer_min.data.corpora import read_pairs;"
         f"read_pairs('tfds:greetings/en-de', 'train', '', {there!r})"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -447,7 +443,7 @@ def test_a_failed_download_is_an_error_in_words(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    from flaxformer_min.data import cldr
+    from flaxformer_min.data.corpora import cldr
 
     monkeypatch.setattr(cldr, "SIZES", {"test": 30, "validation": 20, "train": 500})
 

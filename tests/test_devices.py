@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from flaxformer_min import devices
+from flaxformer_min.runtime import devices
 
 
 def test_the_devices_in_use_are_counted():
@@ -54,7 +54,7 @@ def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
 ):
     """As the README tells it; no option of ours is needed."""
     script = (
-        "import jax, pathlib; from flaxformer_min.devices import keep_compiled_programs;"
+        "import jax, pathlib; from flaxformer_min.runtime.devices import keep_compiled_programs;"
         "keep_compiled_programs(pathlib.Path('ours'));"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
         "jax.jit(lambda x: x * 3 + 1)(2.0)"
@@ -99,7 +99,7 @@ def test_devices_that_the_user_chose_stay(chosen):
 
 def devices_of(chosen, cores):
     script = (
-        "import os, jax; from flaxformer_min.devices import use_cores;"
+        "import os, jax; from flaxformer_min.runtime.devices import use_cores;"
         f"os.sched_getaffinity = lambda process: range({cores});"
         "use_cores(6); print(jax.device_count())"
     )
@@ -112,7 +112,7 @@ def devices_of(chosen, cores):
 
 SCRIPT = """
 import mmap, resource, threading, ctypes
-from flaxformer_min.devices import keep_memory
+from flaxformer_min.runtime.devices import keep_memory
 keep_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

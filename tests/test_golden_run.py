@@ -9,7 +9,7 @@ from make_golden_run import EXPECTED, GOLDEN
 from flaxformer_min.config import FORMAT_VERSION
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.step import init_state
 
 RECORDS = json.loads(EXPECTED.read_text())

@@ -6,14 +6,15 @@ import sys
 import numpy as np
 import pytest
 
-from flaxformer_min import plots
+from flaxformer_min.plots import figures as plots
+from flaxformer_min.plots import fonts
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib: the extra `plots`")
 
 
 def has_font_for(character: str) -> bool:
-    plots._find_new_fonts()
-    return any(character in plots._characters_of(*font) for font in plots._regular_fonts().values())
+    fonts._find_new_fonts()
+    return any(character in fonts._characters_of(*font) for font in fonts._regular_fonts().values())
 
 
 def pixels(figure) -> np.ndarray:
@@ -42,9 +43,9 @@ def weights():
 @pytest.fixture
 def only_latin(monkeypatch):
     """A machine with the fonts that matplotlib brings, and no other."""
-    latin = {plots._BASE_FONT: plots._regular_fonts()[plots._BASE_FONT]}
-    monkeypatch.setattr(plots, "_regular_fonts", lambda: latin)
-    monkeypatch.setattr(plots, "_find_new_fonts", lambda: None)
+    latin = {fonts._BASE_FONT: fonts._regular_fonts()[fonts._BASE_FONT]}
+    monkeypatch.setattr(fonts, "_regular_fonts", lambda: latin)
+    monkeypatch.setattr(fonts, "_find_new_fonts", lambda: None)
 
 
 def test_every_head_has_its_panel_with_tokens_on_both_axes(weights):
@@ -98,9 +99,9 @@ def test_a_font_that_was_installed_after_matplotlib_looked_is_found(monkeypatch)
 
     if not has_font_for("한"):
         pytest.skip("no installed font has 한; apt install fonts-noto-cjk")
-    first_day = [font for font in fontManager.ttflist if font.name == plots._BASE_FONT]
+    first_day = [font for font in fontManager.ttflist if font.name == fonts._BASE_FONT]
     monkeypatch.setattr(fontManager, "ttflist", first_day)
-    _, families = plots._with_fonts(["한"])
+    _, families = fonts._with_fonts(["한"])
     assert len(families) == 2
 
 
@@ -258,7 +259,7 @@ def test_without_matplotlib_the_extra_to_install_is_named(monkeypatch, draw):
 
 def test_figures_are_made_without_the_global_state_of_pyplot():
     program = (
-        "import sys, flaxformer_min.plots as plots\n"
+        "import sys, flaxformer_min.plots.figures as plots\n"
         "assert 'matplotlib' not in sys.modules\n"
         "plots.attention_figure([[1.0]], ['a'], ['b'])\n"
         "plots.curves_figure([])\n"

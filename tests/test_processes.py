@@ -13,7 +13,13 @@ import pytest
 from test_train import differences, run, write_config
 
 import train
-from flaxformer_min.processes import Distributed, _cluster, first_ahead, gather, shared_poll
+from flaxformer_min.runtime.distributed import (
+    Distributed,
+    _cluster,
+    first_ahead,
+    gather,
+    shared_poll,
+)
 from flaxformer_min.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -101,9 +107,9 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
 MEET = """
 import signal, sys, time
 import jax, jax.numpy as jnp
-from flaxformer_min.devices import use_cores
-from flaxformer_min.processes import Distributed, gather, is_first, shared_poll, together
-from flaxformer_min.stop import StopRequest
+from flaxformer_min.runtime.devices import use_cores
+from flaxformer_min.runtime.distributed import Distributed, gather, is_first, shared_poll, together
+from flaxformer_min.runtime.signals import StopRequest
 
 def fail():
     gather("start", 0)

@@ -13,15 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flaxformer_min.data.rows import (
-    EncodedPairs,
-    TrainingRows,
-    encode_pairs,
-    pack,
-    single_pass,
-    split_over_devices,
-)
-from flaxformer_min.files import PARTIAL
+from flaxformer_min.data.batches import TrainingRows, single_pass, split_over_devices
+from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
+from flaxformer_min.data.packing import pack
+from flaxformer_min.runtime.files import PARTIAL
 from flaxformer_min.tokens import EOS
 
 ROWS = (16, 12)
@@ -173,7 +168,7 @@ def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
     def no_search(*_):
         raise AssertionError("looked for a packing again")
 
-    monkeypatch.setattr("flaxformer_min.data.rows._pack_shapes", no_search)
+    monkeypatch.setattr("flaxformer_min.data.packing._pack_shapes", no_search)
     again = encode(PAIRS, tmp_path)
     for kept, fresh in (
         (single_pass(again, ROWS, 8), first),
@@ -328,8 +323,9 @@ def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
 WORKERS = """
 import os, sys, time
 from pathlib import Path
-from flaxformer_min.data.rows import EncodedPairs, TrainingRows
-from flaxformer_min.stop import StopRequest
+from flaxformer_min.data.batches import TrainingRows
+from flaxformer_min.data.encoding import EncodedPairs
+from flaxformer_min.runtime.signals import StopRequest
 def main():
     rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)
     with StopRequest() as stop:

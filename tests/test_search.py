@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding.search import (
-    Prefix,
-    Sampling,
-    best_words,
-    draw,
-    no_prefix,
-    nucleus,
-    search,
-)
+from flaxformer_min.decoding.choices import Sampling, best_words, draw, nucleus
+from flaxformer_min.decoding.search import Prefix, no_prefix, search
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 STATES = 997

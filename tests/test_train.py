@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 import train
 from benchmarks.crash import differences, leftovers, newest, write_corpus
-from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from flaxformer_min.config import ModelConfig, TrainingConfig
-from flaxformer_min.data.rows import split_over_devices
-from flaxformer_min.devices import CompileClock
+from flaxformer_min.data.batches import split_over_devices
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens

@@ -15,25 +15,20 @@ import pytest
 from tiny_run import make_tiny_run
 
 import train
-from flaxformer_min.checkpoint import (
+from flaxformer_min.config import Config, ModelConfig, TrainingConfig
+from flaxformer_min.data.batches import TrainingRows, split_over_devices
+from flaxformer_min.data.encoding import Ragged, Ways, encode_pairs
+from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runs.checkpoint import (
     Checkpoints,
     mean_of_newest,
     rank_of_best,
     restore_params,
     steps_of,
 )
-from flaxformer_min.config import Config, ModelConfig, TrainingConfig
-from flaxformer_min.data.rows import (
-    Ragged,
-    TrainingRows,
-    Ways,
-    encode_pairs,
-    split_over_devices,
-)
-from flaxformer_min.data.tokenizer import train_tokenizer
-from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.run_folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training import loss as loss_module
 from flaxformer_min.training.loop import train as run_loop
@@ -500,7 +495,9 @@ def test_what_was_drawn_is_drawn_again_in_another_process(tokenizer, tmp_path):
     copy = pickle.loads(pickle.dumps(epoch))
     jax.tree.map(np.testing.assert_array_equal, copy[0], epoch[0])
     script = (
-        "import sys, hashlib; from pathlib import Path; from flaxformer_min.data.rows import *;"
+        "import sys, hashlib; from pathlib import Path;"
+        "from flaxformer_min.data.batches import TrainingRows;"
+        "from flaxformer_min.data.encoding import EncodedPairs;"
         "rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (64, 64), 4, 0,"
         " subword_sampling=0.1); print(hashlib.sha256(rows.epoch(3)[0].target.ids).hexdigest())"
     )

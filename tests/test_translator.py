@@ -16,8 +16,9 @@ import pytest
 from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
-from flaxformer_min.decoding.search import Sampling
-from flaxformer_min.decoding.translator import LENGTHS, PLACES, Translator
+from flaxformer_min.decoding.batching import LENGTHS, PLACES
+from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -310,7 +311,7 @@ def test_each_core_searches_a_batch_of_its_own(run, expected):
 
 def test_the_translator_restores_what_was_trained(run, translator):
     """The model with the checkpoint's own parameters gives the translator's logits."""
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.runs.folder import RunFolder
 
     params = RunFolder(run).params(None, pytest.fail).params
     assert RunFolder(run).model_config() == translator.models[0].config

@@ -10,8 +10,9 @@ from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
 from flaxformer_min.config import DecodingConfig
-from flaxformer_min.data.corpus import is_empty
-from flaxformer_min.data.rows import encode_pairs, single_pass
+from flaxformer_min.data.batches import single_pass
+from flaxformer_min.data.corpora.pairs import is_empty
+from flaxformer_min.data.encoding import encode_pairs
 from flaxformer_min.decoding.translator import Translator
 
 COUNT, ROW = 2_000, 24

@@ -10,7 +10,7 @@ import sys
 
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
-from flaxformer_min.streams import drop_unwritable, open_streams, unheard
+from flaxformer_min.runtime.streams import drop_unwritable, open_streams, unheard
 
 CLOSED_PIPE = 141
 """The status of a program that a closed pipe ends, as a shell sees it: 128 + SIGPIPE."""
@@ -58,8 +58,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _prepare_jax() -> None:
-    from flaxformer_min.data.corpus import cache_folder
-    from flaxformer_min.devices import keep_compiled_programs, keep_memory, use_cores
+    from flaxformer_min.runtime.devices import keep_compiled_programs, keep_memory, use_cores
+    from flaxformer_min.runtime.files import cache_folder
 
     use_cores()
     keep_memory()

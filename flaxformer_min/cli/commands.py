@@ -44,7 +44,7 @@ def load(args: argparse.Namespace) -> Any:
 
 def search_options(args: argparse.Namespace, translator: Any) -> Any:
     """How to search: what was typed, else the run's own way."""
-    from flaxformer_min.decoding.search import Sampling
+    from flaxformer_min.decoding.choices import Sampling
 
     typed = {name: getattr(args, name, None) for name in (*SEARCH, "n_best")}
     changes = {name: value for name, value in typed.items() if value is not None}
@@ -105,7 +105,7 @@ class Speed:
 
 
 def _device() -> str:
-    from flaxformer_min.devices import describe
+    from flaxformer_min.runtime.devices import describe
 
     return describe()
 
@@ -181,7 +181,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _tell_speed(translator: Any, speed: Speed) -> None:
-    from flaxformer_min.decoding.translator import BATCHES, LENGTHS
+    from flaxformer_min.decoding.batching import BATCHES, LENGTHS
 
     full = translator.decoding.batch_size
     rows = ", ".join(map(str, [*(size for size in BATCHES if size < full), full]))
@@ -238,7 +238,7 @@ def _scored(args: argparse.Namespace, number: int, found: Any) -> str:
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """All measures of one test set."""
     from flaxformer_min import evaluation
-    from flaxformer_min.data.corpus import is_empty
+    from flaxformer_min.data.corpora.pairs import is_empty
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as kept:
         data, languages, pairs = _test_set(args)
@@ -283,8 +283,8 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
 
 def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
     """What it is called, its languages, its pairs."""
-    from flaxformer_min.data.corpus import read_pairs
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.data.corpora import read_pairs
+    from flaxformer_min.runs.folder import RunFolder
 
     data = RunFolder(args.runs[0]).config().data
     if (args.source is None) != (args.reference is None):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flaxformer_min.files import open_atomically
-from flaxformer_min.stop import StopRequest
-from flaxformer_min.streams import unheard
+from flaxformer_min.runtime.files import open_atomically
+from flaxformer_min.runtime.signals import StopRequest
+from flaxformer_min.runtime.streams import unheard
 
 CHUNK = 1_024
 """Lines that are read, translated and written together, at most."""

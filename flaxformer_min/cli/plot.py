@@ -41,11 +41,11 @@ def _attention_figure(plots: Any, args: argparse.Namespace, attention: Any) -> A
 
 
 def _save_page(args: argparse.Namespace, attention: Any) -> None:
-    from flaxformer_min import plots
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.plots.attention_page import attention_page
+    from flaxformer_min.runs.folder import RunFolder
 
     source, _, target = RunFolder(args.runs[0]).config().data.languages.partition("-")
-    page = plots.attention_page(
+    page = attention_page(
         {"cross": attention.cross, "encoder": attention.encoder, "decoder": attention.decoder},
         attention.source_tokens,
         attention.target_tokens,
@@ -74,7 +74,7 @@ def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
 def plot_curves(args: argparse.Namespace, stop: Stop) -> int:
     """Loss, BLEU, learning rate and speed by step."""
     _check_suffix(args.output, FIGURES)
-    from flaxformer_min.run_folder import RunFolder
+    from flaxformer_min.runs.folder import RunFolder
     from flaxformer_min.training.metrics import read_metrics
 
     run = RunFolder(args.runs[0])
@@ -94,7 +94,7 @@ def _check_suffix(path: str, known: tuple[str, ...]) -> None:
 def _save_figure(path: str, draw: Callable[[Any], Any]) -> None:
     import warnings
 
-    from flaxformer_min import plots
+    from flaxformer_min.plots import figures as plots
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from flaxformer_min.config import TrainingConfig
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.processes import gather
+from flaxformer_min.runtime.distributed import gather
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.step import Metrics, TrainState, dropout_key, gradient_sums
 

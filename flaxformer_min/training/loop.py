@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import jax
 
-from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.config import TrainingConfig
+from flaxformer_min.runs.checkpoint import Checkpoints
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import Metrics, TrainState

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxformer_min.files import write_atomically
+from flaxformer_min.runtime.files import write_atomically
 
 
 class MetricsLog:

@@ -12,8 +12,8 @@ import optax
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.devices import same_on
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, sum_over_tokens
 from flaxformer_min.training.schedule import learning_rate

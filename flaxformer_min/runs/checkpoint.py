@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.devices import on_all_processes
-from flaxformer_min.files import write_atomically
-from flaxformer_min.processes import count, first_ahead, gather, index, is_first
+from flaxformer_min.runtime.devices import on_all_processes
+from flaxformer_min.runtime.distributed import count, first_ahead, gather, index, is_first
+from flaxformer_min.runtime.files import write_atomically
 
 PyTree = Any
+
 
 EXPECTED = ("read_only", "read only", "tracked_metric")
 

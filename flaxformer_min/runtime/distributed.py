@@ -22,8 +22,10 @@ import numpy as np
 HEARTBEAT_SECONDS = 30
 """A process that was not heard of for so long is taken for dead, and jax ends the others."""
 
+
 PATIENCE = 7 * 24 * 3600 * 1000
 """Milliseconds one waits for what another prepares. That it lives, the heartbeat tells."""
+
 
 _ENDING = threading.Lock()
 

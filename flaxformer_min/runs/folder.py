@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flaxformer_min.checkpoint import Checkpoints, restore_params, steps_of
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.devices import replicate
-from flaxformer_min.files import remove_partial, write_atomically
+from flaxformer_min.runs.checkpoint import Checkpoints, restore_params, steps_of
+from flaxformer_min.runtime.devices import replicate
+from flaxformer_min.runtime.files import remove_partial, write_atomically
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
+
 
 TOKENIZER_FILES = ("tokenizer.model", "source_tokenizer.model", "target_tokenizer.model")
 

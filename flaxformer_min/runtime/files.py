@@ -12,6 +12,7 @@ from typing import BinaryIO
 PARTIAL = ".partial"
 """How the name ends of what is still being written."""
 
+
 ABANDONED = 24 * 3600
 """Seconds after which a folder that nobody adds to was left by a process that was killed."""
 
@@ -94,3 +95,14 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def cache_folder(cache_dir: str = "") -> Path:
+    """Where prepared data is kept: `cache_dir`, or `flaxformer_min` in the user's cache folder.
+
+    >>> cache_folder("/data/cache").as_posix()
+    '/data/cache'
+    """
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxformer_min"

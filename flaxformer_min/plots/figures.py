@@ -4,29 +4,27 @@ Figures need matplotlib (`pip install 'flaxformer_min[plots]'`), the web page ne
 figures are objects of their own, without pyplot's global state, so they can be made anywhere.
 """
 
-import base64
-import functools
-import hashlib
 import importlib.resources
 import importlib.util
-import json
 import math
 import unicodedata
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flaxformer_min.files import open_atomically
+from flaxformer_min.runtime.files import open_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from flaxformer_min.plots.fonts import _with_fonts
+from flaxformer_min.plots.weights import _checked, _readable
 
-_BASE_FONT = "DejaVu Sans"  # comes with matplotlib
 _BLUE, _ORANGE, _GREEN, _VIOLET, _GREY = "#2563a8", "#d9641e", "#2e8b57", "#7a4fa3", "#8a8f98"
+
+
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -137,104 +135,6 @@ def save(figure: "Figure", path: str | Path) -> None:
         figure.savefig(file, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
 
 
-def attention_page(
-    maps: Mapping[str, Any],
-    source_tokens: Sequence[str],
-    target_tokens: Sequence[str],
-    *,
-    read_tokens: Sequence[str] | None = None,
-    source_language: str = "",
-    target_language: str = "",
-) -> str:
-    """A web page to explore every attention of one translation: hover or focus a token.
-
-    maps: "encoder", "decoder" and "cross" (one is enough), each [layers heads queries keys]. In
-          "encoder" the source looks at the source, in "decoder" the target at what was read so
-          far, in "cross" the target at the source.
-    read_tokens: the keys of "decoder": the target as the decoder reads it, shifted right, so that
-          it begins with BOS. None: the target's own tokens.
-    source_language, target_language: as `ko`; they tell a browser how to write and speak tokens.
-
-    The page is one text without a link to anything, so it can be mailed and opened offline; it
-    works with mouse, finger, keyboard and screen reader. Weights are rounded to four digits.
-    Raises ValueError for an unknown map or where shapes and tokens disagree.
-    """
-    known = {
-        "cross": ("target", "source"),
-        "encoder": ("source", "source"),
-        "decoder": ("target", "target so far"),
-    }
-    if not maps or set(maps) - set(known):
-        raise ValueError(f"maps must be some of {', '.join(known)}; got {list(maps)}.")
-    tokens = {"source": list(source_tokens), "target": list(target_tokens)}
-    tokens["target so far"] = tokens["target"] if read_tokens is None else list(read_tokens)
-    languages = {"source": source_language, "target": target_language}
-    languages["target so far"] = target_language
-    content = {
-        "tokens": tokens,
-        "languages": languages,
-        "maps": {
-            name: {
-                "queries": queries,
-                "keys": keys,
-                "weights": _ten_thousandths(name, maps[name], tokens[queries], tokens[keys]),
-            }
-            for name, (queries, keys) in known.items()
-            if name in maps
-        },
-    }
-    return _fill_page(content)
-
-
-def _checked(
-    name: str, weights: Any, shape: str, queries: int, keys: int, dimensions: tuple[int, ...]
-) -> np.ndarray:
-    weights = np.asarray(weights, np.float32)
-    if weights.ndim not in dimensions or weights.shape[-2:] != (queries, keys) or not weights.size:
-        raise ValueError(
-            f"{name} must be {shape}, one row a token that looks and one column a token that is "
-            f"looked at; got shape {weights.shape} for {queries} and {keys} tokens. Cut padding "
-            "off, and give the end of sentence to both or to neither."
-        )
-    # A row sums to one but for bfloat16's rounding.
-    if not (weights.min() >= 0 and weights.max() <= 1.01):
-        raise ValueError(
-            f"{name} must be attention weights, from 0 to 1; got {weights.min()} to "
-            f"{weights.max()}. Take them after the softmax."
-        )
-    return weights
-
-
-def _ten_thousandths(
-    name: str, weights: Any, queries: Sequence[str], keys: Sequence[str]
-) -> list[list[list[list[int]]]]:
-    """Whole numbers, because `1234` is shorter than `0.1234`."""
-    shape = "[layers heads queries keys]"
-    weights = _checked(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
-    return np.round(weights * 10_000).astype(int).tolist()
-
-
-def _fill_page(content: dict[str, Any]) -> str:
-    page = importlib.resources.files(__package__) / "attention_page.html"
-    page = page.read_text(encoding="utf-8")
-    script = page.split("<script>")[1].split("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # A token may be "</script>" or "<!--", and JSON lets "<" be written so that HTML sees neither.
-    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    return page.replace("{{script digest}}", digest).replace("{{data}}", data)
-
-
-def _readable(token: str) -> str:
-    """One line without surprises.
-
-    >>> _readable("▁the"), _readable("a\\n"), _readable("Donaudampfschifffahrtsgesellschaft")
-    ('␣the', 'a\\\\n', 'Donaudampfschifffahrts…')
-    """
-    token = token.replace("▁", "␣").replace(" ", "␣")
-    shown = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in token]
-    return "".join(shown if len(shown) <= 24 else [*shown[:22], "…"])
-
-
 def _need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
@@ -323,81 +223,3 @@ def _finish_curves(axes: "Axes", title: str, from_zero: bool = True) -> None:
     if not axes.lines[0].get_label().startswith("_"):
         # matplotlib's search for the best place takes long in long runs.
         axes.legend(frameon=False, loc="lower right" if from_zero else "upper right")
-
-
-def _with_fonts(texts: list[str]) -> tuple[list[str], list[str]]:
-    """The texts as they can be drawn, and the families of fonts that do it, first choice first."""
-    families, missing = [_BASE_FONT], {c for text in texts for c in text if c.isprintable()}
-    missing -= _characters_of(*_regular_fonts()[_BASE_FONT])
-    for look_again in (False, True):
-        if missing and look_again:
-            _find_new_fonts()
-        fonts = _regular_fonts() if missing else {}
-        while fonts and (found := _best_font(fonts, missing, texts)):
-            families.append(found)
-            missing -= _characters_of(*fonts[found])
-    if missing:
-        warnings.warn(
-            f"No installed font has {len(missing)} of the characters ({_some(missing)}); they are "
-            "drawn as □. Install one that has them, as with `apt install fonts-noto-cjk` for "
-            "Korean, Chinese and Japanese or `apt install fonts-noto-core` for other scripts.",
-            stacklevel=3,
-        )
-    return [text.translate(dict.fromkeys(map(ord, missing), "□")) for text in texts], families
-
-
-def _some(characters: set[str]) -> str:
-    return " ".join(sorted(characters)[:8]) + (" …" if len(characters) > 8 else "")
-
-
-def _regular_fonts() -> dict[str, tuple[str, int]]:
-    """File and face of every family that has an upright face of normal weight."""
-    from matplotlib.font_manager import fontManager
-
-    return {
-        font.name: (font.fname, getattr(font, "index", 0))
-        for font in fontManager.ttflist
-        # The last resort "has" every character: as a box.
-        if font.style == "normal" and font.weight == 400 and "Last Resort" not in font.name
-    }
-
-
-@functools.cache
-def _characters_of(file: str, face: int) -> frozenset[str]:
-    from matplotlib.ft2font import FT2Font
-
-    try:
-        font = FT2Font(file, face_index=face) if face else FT2Font(file)
-    except (RuntimeError, OSError):  # of emoji as bitmaps, or uninstalled meanwhile
-        return frozenset()
-    return frozenset(map(chr, font.get_charmap()))
-
-
-def _best_font(
-    fonts: dict[str, tuple[str, int]], missing: set[str], texts: list[str]
-) -> str | None:
-    """The family with most of the missing characters; of equals, a plain one of the language."""
-    names = {unicodedata.name(c, "").split(" ")[0] for text in texts for c in text}
-    region = "JP" if names & {"HIRAGANA", "KATAKANA"} else "KR" if "HANGUL" in names else "SC"
-
-    def worth(name: str) -> tuple:
-        plain = "Sans" in name or "Gothic" in name
-        special = any(word in name for word in ("Mono", "Serif", "Coding", "Condensed"))
-        covered = len(missing & _characters_of(*fonts[name]))
-        return covered, plain and not special, name.endswith(region), "CJK" not in name, name
-
-    best = max(fonts, key=worth)
-    return best if worth(best)[0] else None
-
-
-def _find_new_fonts() -> None:
-    """Matplotlib remembers the fonts of its first day; a font installed since is asked for here."""
-    from matplotlib import font_manager
-
-    known = {font.fname for font in font_manager.fontManager.ttflist}
-    for file in font_manager.findSystemFonts():
-        if file not in known:
-            try:
-                font_manager.fontManager.addfont(file)
-            except (RuntimeError, OSError, ValueError):
-                continue  # a broken or bitmap font; matplotlib itself passes over these too

@@ -13,6 +13,7 @@ import numpy as np
 MOST_CPU_DEVICES = 8
 """Each holds parameters of its own in training, and makes one more batch at a time in decoding."""
 
+
 KEEPING = ((-8, 1), (-4, 0), (-1, -1))
 """For glibc's mallopt: M_ARENA_MAX, one heap for all threads, for only the first can grow without
 end; M_MMAP_MAX, no block outside of it; M_TRIM_THRESHOLD, which never shrinks."""

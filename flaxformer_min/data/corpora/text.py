@@ -1,0 +1,194 @@
+"""Text files: a folder of line-aligned files, or of tab-separated ones."""
+
+import gzip
+import mmap
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, _find_split, _list
+
+
+class _TextCorpus:
+    """A folder of line-aligned files: SPLIT.LANGUAGE, or SPLIT.tsv; each may end in .gz."""
+
+    def __init__(self, folder: Path, languages: tuple[str, str] | None):
+        if not folder.is_dir():
+            raise ValueError(f"text:DIR must name a folder; there is no folder {folder}.")
+        self.folder, self.wanted = folder, languages
+        self.files: dict[str, dict[str, list[Path]]] = {}
+        for path in sorted(folder.iterdir()):
+            split, dot, ending = path.name.removesuffix(".gz").rpartition(".")
+            if split and path.is_file():
+                self.files.setdefault(split, {}).setdefault(ending, []).append(path)
+
+    def splits(self) -> list[str]:
+        return sorted(
+            split
+            for split, endings in self.files.items()
+            if "tsv" in endings
+            or (len(endings) > 1 if self.wanted is None else set(self.wanted) <= set(endings))
+        )
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        names = self.splits()
+        if not names:
+            raise ValueError(self._nothing_here())
+        return self._languages_of(names[0])
+
+    def pairs(self, split: str) -> Pairs:
+        names = self.splits()
+        if not names:
+            raise ValueError(self._nothing_here())
+        name = _find_split(split, names, str(self.folder))
+        languages, endings = self._languages_of(name), self.files[name]
+        if "tsv" in endings:
+            if self.wanted and set(self.wanted) <= set(endings):
+                raise ValueError(
+                    f"{self.folder} holds {name!r} twice: as .tsv and as one file a language. "
+                    "Move one of them away."
+                )
+            return _TableOfPairs(self._only(name, "tsv"), languages)
+        return _PairOfFiles([self._only(name, ending) for ending in languages], languages)
+
+    def _languages_of(self, split: str) -> tuple[str, str]:
+        endings = self.files[split]
+        if self.wanted or "tsv" in endings:
+            return self.wanted or ("source", "target")
+        example = "-".join(sorted(endings)[:2])
+        raise ValueError(
+            f"{self.folder} holds {split!r} in {_list(endings)}; which is the source is not to be "
+            f"guessed. Set data.languages, for example to {example}."
+        )
+
+    def _nothing_here(self) -> str:
+        names = [path.name for path in sorted(self.folder.iterdir())]
+        files = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+        source, target = self.wanted or ("en", "de")
+        return (
+            f"A text corpus needs files like train.{source} and train.{target}, or train.tsv (also "
+            f".gz); {self.folder} holds {files or 'nothing'}."
+        )
+
+    def _only(self, split: str, ending: str) -> Path:
+        paths = self.files[split][ending]
+        if len(paths) > 1:
+            raise ValueError(
+                f"{self.folder} holds {split}.{ending} twice, plain and as .gz. Move one away."
+            )
+        return paths[0]
+
+
+class _Lines:
+    r"""The lines of a file, by number. Only \n ends a line; a \r before it and a BOM are dropped.
+
+    Nothing of a plain file is kept in memory but where its lines begin; a gzip file is unpacked.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._load()
+
+    def _load(self) -> None:
+        with self.path.open("rb") as file:
+            # Of what is read here, or another text that takes its place would be known by it.
+            self.status = os.fstat(file.fileno())
+            if self.path.suffix == ".gz":
+                try:
+                    self.content = gzip.decompress(file.read())
+                except (OSError, EOFError, zlib.error) as error:
+                    raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
+            elif self.status.st_size:
+                self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:  # nothing cannot be mapped
+                self.content = b""
+        size, portion = len(self.content), 1 << 24  # portions: a comparison takes memory of its own
+        ends = [
+            start + np.flatnonzero(np.frombuffer(self.content[start : start + portion], "u1") == 10)
+            for start in range(0, size, portion)
+        ]
+        if size and self.content[size - 1] != ord("\n"):
+            ends.append(np.array([size]))
+        self.ends = np.concatenate([np.zeros(0, np.int64), *ends])
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def read(self, index: int) -> str:
+        start = int(self.ends[index - 1]) + 1 if index else 0
+        line = self.content[start : int(self.ends[index])]
+        if not index:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        try:
+            return line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path}, line {index + 1}: text must be UTF-8; {error.reason} at byte "
+                f"{error.start + 1} of the line. Convert the file, for example with iconv."
+            ) from error
+
+    def identity(self) -> list:
+        return [str(self.path.resolve()), self.status.st_size, self.status.st_mtime_ns]
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["path"])
+
+
+class _PairOfFiles(Pairs):
+    """Line i of one file and line i of the other."""
+
+    def __init__(self, paths: list[Path], languages: tuple[str, str]):
+        self.languages = languages
+        self.sides = [_Lines(path) for path in paths]
+        counts = [len(side) for side in self.sides]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"Both sides must have the same number of lines, line i translating line i; "
+                f"{paths[0]} has {counts[0]}, {paths[1]} has {counts[1]}."
+            )
+        if not counts[0]:
+            raise ValueError(f"A split must hold at least one pair; {paths[0]} is empty.")
+
+    def __len__(self) -> int:
+        return len(self.sides[0])
+
+    def identity(self) -> list:
+        return [list(self.languages), *(side.identity() for side in self.sides)]
+
+    def _read(self, indices: range) -> list[Pair]:
+        source, target = self.sides
+        return [(source.read(i), target.read(i)) for i in indices]
+
+
+class _TableOfPairs(Pairs):
+    """A line of one file: the source, a tab, the target."""
+
+    def __init__(self, path: Path, languages: tuple[str, str]):
+        self.languages = languages
+        self.lines = _Lines(path)
+        if not len(self.lines):
+            raise ValueError(f"A split must hold at least one pair; {path} is empty.")
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def identity(self) -> list:
+        return [list(self.languages), self.lines.identity()]
+
+    def _read(self, indices: range) -> list[Pair]:
+        return [self._columns(i) for i in indices]
+
+    def _columns(self, index: int) -> Pair:
+        columns = self.lines.read(index).split("\t")
+        if len(columns) != 2:
+            raise ValueError(
+                f"{self.lines.path}, line {index + 1}: a line must be source, tab, target; it has "
+                f"{len(columns) - 1} tabs."
+            )
+        return columns[0], columns[1]

@@ -1,0 +1,83 @@
+"""A web page to explore every attention of one translation."""
+
+import base64
+import hashlib
+import importlib.resources
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    pass
+from flaxformer_min.plots.weights import _checked
+
+
+def attention_page(
+    maps: Mapping[str, Any],
+    source_tokens: Sequence[str],
+    target_tokens: Sequence[str],
+    *,
+    read_tokens: Sequence[str] | None = None,
+    source_language: str = "",
+    target_language: str = "",
+) -> str:
+    """A web page to explore every attention of one translation: hover or focus a token.
+
+    maps: "encoder", "decoder" and "cross" (one is enough), each [layers heads queries keys]. In
+          "encoder" the source looks at the source, in "decoder" the target at what was read so
+          far, in "cross" the target at the source.
+    read_tokens: the keys of "decoder": the target as the decoder reads it, shifted right, so that
+          it begins with BOS. None: the target's own tokens.
+    source_language, target_language: as `ko`; they tell a browser how to write and speak tokens.
+
+    The page is one text without a link to anything, so it can be mailed and opened offline; it
+    works with mouse, finger, keyboard and screen reader. Weights are rounded to four digits.
+    Raises ValueError for an unknown map or where shapes and tokens disagree.
+    """
+    known = {
+        "cross": ("target", "source"),
+        "encoder": ("source", "source"),
+        "decoder": ("target", "target so far"),
+    }
+    if not maps or set(maps) - set(known):
+        raise ValueError(f"maps must be some of {', '.join(known)}; got {list(maps)}.")
+    tokens = {"source": list(source_tokens), "target": list(target_tokens)}
+    tokens["target so far"] = tokens["target"] if read_tokens is None else list(read_tokens)
+    languages = {"source": source_language, "target": target_language}
+    languages["target so far"] = target_language
+    content = {
+        "tokens": tokens,
+        "languages": languages,
+        "maps": {
+            name: {
+                "queries": queries,
+                "keys": keys,
+                "weights": _ten_thousandths(name, maps[name], tokens[queries], tokens[keys]),
+            }
+            for name, (queries, keys) in known.items()
+            if name in maps
+        },
+    }
+    return _fill_page(content)
+
+
+def _ten_thousandths(
+    name: str, weights: Any, queries: Sequence[str], keys: Sequence[str]
+) -> list[list[list[list[int]]]]:
+    """Whole numbers, because `1234` is shorter than `0.1234`."""
+    shape = "[layers heads queries keys]"
+    weights = _checked(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
+    return np.round(weights * 10_000).astype(int).tolist()
+
+
+def _fill_page(content: dict[str, Any]) -> str:
+    page = importlib.resources.files(__package__) / "attention_page.html"
+    page = page.read_text(encoding="utf-8")
+    script = page.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # A token may be "</script>" or "<!--", and JSON lets "<" be written so that HTML sees neither.
+    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    return page.replace("{{script digest}}", digest).replace("{{data}}", data)
