@@ -47,11 +47,11 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_me
 
 def _begin_group(keeps_memory: bool = True) -> None:
     """With what it starts, such as compilers, a child is ended as one."""
-    from flaxformer_min.runtime.devices import keep_memory
+    from flaxformer_min.runtime.memory import tune_malloc
 
     os.setpgrp()
     if keeps_memory:
-        keep_memory()
+        tune_malloc()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

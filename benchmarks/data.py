@@ -3,7 +3,7 @@
     python benchmarks/data.py --corpus text:DIR --languages en-de --pairs 1000000
 
 The training split, repeated to so many pairs, is (a) tokenized and encoded, half of it first, which
-shows what memory depends on; (b) planned into the rows of an epoch; (c) delivered by `TrainingRows`
+shows what memory depends on; (b) planned into the rows of an epoch; (c) delivered by `TrainingBatches`
 and split over devices, with and without worker processes, for a few seconds each; where an epoch is
 through the next begins, new workers included. The columns "of ..." hold the target tokens delivered
 a second against those that training consumes: `--consumes` on this machine, and 500,000 on a large
@@ -105,7 +105,7 @@ def encode(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]
 
 def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
     """The first epoch packs; the others only shuffle."""
-    from flaxformer_min.data.batches import TrainingRows
+    from flaxformer_min.data.batches import TrainingBatches
     from flaxformer_min.data.encoding import EncodedPairs
 
     found = []
@@ -115,7 +115,7 @@ def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
         times = [time.perf_counter()]
         encoded = EncodedPairs.load(folder)
         times.append(time.perf_counter())
-        batches = TrainingRows(encoded, ROW, rows, seed=0)
+        batches = TrainingBatches(encoded, ROW, rows, seed=0)
         for number in (0, 1):
             epoch = batches.epoch(number)
             times.append(time.perf_counter())
@@ -136,17 +136,17 @@ def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
 
 def deliver(args: argparse.Namespace, folder: Path, rows: int, workers: int) -> dict[str, Any]:
     """Batches as the loop of training takes them, but for training itself."""
-    from flaxformer_min.data.batches import TrainingRows, split_over_devices
+    from flaxformer_min.data.batches import TrainingBatches, shard_batch
     from flaxformer_min.data.encoding import EncodedPairs
 
     devices = max(n for n in range(1, cores() + 1) if rows % n == 0)
-    batches = TrainingRows(EncodedPairs.load(folder), ROW, rows, seed=0, workers=workers)
+    batches = TrainingBatches(EncodedPairs.load(folder), ROW, rows, seed=0, workers=workers)
     epoch = batches.epoch(0)  # planned already when the clock starts
     begin = time.perf_counter()
-    split_over_devices(next(batches), devices)
+    shard_batch(next(batches), devices)
     since, delivered = time.perf_counter(), 0
     while time.perf_counter() - since < args.seconds:
-        split_over_devices(next(batches), devices)
+        shard_batch(next(batches), devices)
         delivered += 1
     seconds = time.perf_counter() - since
     batches.close()

@@ -138,9 +138,9 @@ def ours(
     import jax
     import jax.numpy as jnp
 
-    from flaxformer_min.runtime.devices import use_cores
+    from flaxformer_min.runtime.devices import configure_cpu_devices
 
-    use_cores()  # as the command line does
+    configure_cpu_devices()  # as the command line does
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.translator import Translator

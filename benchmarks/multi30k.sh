@@ -53,7 +53,7 @@ if ! [ -e "$runs/text" ]; then # a file that is written anew is encoded anew
 fi
 for seed in "${@:-0}"; do
     # From random parameters it takes twice the steps and was not better.
-    train "diverse-$seed" "$runs/text" --training.begin-from "$runs/sampled" --training.seed "$seed" \
+    train "diverse-$seed" "$runs/text" --training.init-from "$runs/sampled" --training.seed "$seed" \
         --training.steps 8000 --training.warmup-steps 1000 --training.learning-rate-scale 0.5 \
         --training.cooldown-steps 7000
     flaxformer-min evaluate "$runs/diverse-$seed" --lowercase

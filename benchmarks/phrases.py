@@ -26,10 +26,10 @@ def main() -> None:
     from flaxformer_min import Translator
     from flaxformer_min.data.corpora.cldr import phrases
     from flaxformer_min.runs.folder import RunFolder
-    from flaxformer_min.runtime.devices import keep_memory, use_cores
+    from flaxformer_min.runtime.memory import configure_cpu_devices, tune_malloc
 
-    use_cores()
-    keep_memory()
+    configure_cpu_devices()
+    tune_malloc()
     data = RunFolder(args.run).config().data
     if not data.corpus.startswith("cldr:"):
         parser.error(f"the run must have learned a corpus `cldr:...`; got {data.corpus}.")

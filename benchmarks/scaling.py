@@ -95,7 +95,7 @@ def measure(point: Point, steps: int) -> dict[str, float]:
 
     from flaxformer_min import Batch, ModelConfig, Transformer
     from flaxformer_min.config import TrainingConfig
-    from flaxformer_min.data.batches import split_over_devices
+    from flaxformer_min.data.batches import shard_batch
     from flaxformer_min.tokens import Tokens
     from flaxformer_min.training.step import init_state, make_train_step
 
@@ -110,7 +110,7 @@ def measure(point: Point, steps: int) -> dict[str, float]:
 
     source, target = sentences(), sentences()
     state = init_state(model, training)
-    batch = split_over_devices(Batch(source, target), point.devices)
+    batch = shard_batch(Batch(source, target), point.devices)
     step = make_train_step(model, training).lower(state, batch).compile()
     temporary = step.memory_analysis().temp_size_in_bytes
 

@@ -128,7 +128,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
     import jax
 
     from flaxformer_min.config import ModelConfig, TrainingConfig
-    from flaxformer_min.data.batches import TrainingRows, split_over_devices
+    from flaxformer_min.data.batches import TrainingBatches, shard_batch
     from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.training.step import init_state, make_train_step
@@ -141,15 +141,15 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
 
-    from flaxformer_min.runtime.devices import use_cores
+    from flaxformer_min.runtime.devices import configure_cpu_devices
 
     sizes, row = SIZES[settings["size"]], (64, 68)
     rows_per_batch = -(-settings["tokens"] // 64)
-    use_cores(rows_per_batch)  # as train.py does
+    configure_cpu_devices(rows_per_batch)  # as train.py does
     with tempfile.TemporaryDirectory() as scratch:
         texts = [tuple(" ".join(map(str, ids)) for ids in pair) for pair in pairs]
         encoded = encode_pairs(texts, (Ids(), Ids()), row, Path(scratch), "benchmark")
-        rows = TrainingRows(encoded, row, rows_per_batch, seed=0)
+        rows = TrainingBatches(encoded, row, rows_per_batch, seed=0)
         batches = list(itertools.islice(rows, settings["steps"]))
         rows.close()
     config = ModelConfig(
@@ -171,7 +171,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         nonlocal state
         since = time.perf_counter()
         for batch in batches:
-            state, metrics = step(state, split_over_devices(batch, jax.local_device_count()))
+            state, metrics = step(state, shard_batch(batch, jax.local_device_count()))
         jax.block_until_ready(state)
         seconds = time.perf_counter() - since
         memory = jax.local_devices()[0].memory_stats()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     )
     from flaxformer_min.decoding.choices import Sampling
     from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.experiment.run import TrainResult, train
     from flaxformer_min.model.attention import (
         KeyValue,
         attention_weights,
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "RunFolder": "runs.folder",
     "Sampling": "decoding.choices",
     "Tokens": "tokens",
+    "TrainResult": "experiment.run",
     "TrainingConfig": "config",
     "Transformer": "model.transformer",
     "Translator": "decoding.translator",
@@ -59,8 +61,9 @@ _MODULE_OF = {
     "segment_mask": "model.masks",
     "shift_right": "tokens",
     "sinusoidal_encoding": "model.positions",
+    "train": "experiment.run",
 }
-"""Imported when they are asked for: `flaxformer-min --help` does not wait for jax."""
+"""The module of each public name, imported on first use: `flaxformer-min --help` needs no jax."""
 
 __all__ = [
     "Batch",
@@ -78,6 +81,7 @@ __all__ = [
     "RunFolder",
     "Sampling",
     "Tokens",
+    "TrainResult",
     "TrainingConfig",
     "Transformer",
     "Translator",
@@ -90,11 +94,17 @@ __all__ = [
     "segment_mask",
     "shift_right",
     "sinusoidal_encoding",
+    "train",
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
-    """A public name, from the module that it lives in."""
+    """Import and return a public name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

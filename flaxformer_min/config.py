@@ -9,11 +9,15 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_min.config_fields import _check_fields, _check_known, setting
+from flaxformer_min.config_fields import check_fields, check_known, setting
+from flaxformer_min.languages import parse_languages
 
 FORMAT_VERSION = 1
 """Of the run folder: config.json, the parameters' names and the files beside them."""
 
+
+RENAMED = {"training": {"begin_from": "init_from"}}
+"""Former names of settings, by group: a config.json of an earlier version has these."""
 
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter while it learns."""
@@ -63,12 +67,9 @@ class DataConfig:
 
     def __post_init__(self):
         """Check types, ranges and relations."""
-        _check_fields(self, "data")
-        if self.languages and (self.languages.count("-") != 1 or "" in self.languages.split("-")):
-            raise ValueError(
-                "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
-                f"got {self.languages!r}."
-            )
+        check_fields(self, "data")
+        if self.languages:
+            parse_languages(self.languages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,15 @@ class ModelConfig:
     norm: Literal["post", "pre"] = setting("post")
     """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
 
-    positional_encoding: Literal["interleaved", "halves", "none"] = setting("interleaved")
-    """Sines and cosines in turn (the paper), all sines first, or none (for ablations)."""
+    positional_encoding: Literal["interleaved", "halves", "learned", "none"] = setting(
+        "interleaved"
+    )
+    """Alternating sines and cosines (the paper), all sines first, a learned vector for each of
+    `max_positions` positions (table 3, row E), or none (for ablations)."""
+
+    max_positions: int = setting(0, at_least=0)
+    """Positions that positional_encoding="learned" has vectors for: as many as the longer row of
+    the data. 0 with the other encodings, which have no limit."""
 
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
     """One matrix for source, target and output (the paper); one for target and output; or three,
@@ -125,9 +133,18 @@ class ModelConfig:
     """Keep only what goes into each layer for the backward pass, and compute the rest again (Chen
     et al. 2016). Takes less memory and more time; what is learned stays the same."""
 
+    architecture: str = setting("")
+    """Class name of the model given to `train(model=...)`; empty for this package's Transformer.
+    Set by `train`: loading such a run needs the same model."""
+
     def __post_init__(self):
         """Check types, ranges and relations."""
-        _check_fields(self, "model")
+        check_fields(self, "model")
+        if (self.positional_encoding == "learned") != (self.max_positions > 0):
+            raise ValueError(
+                "model.max_positions must be given for positional_encoding='learned', and only for "
+                f"it; got {self.max_positions} with {self.positional_encoding!r}."
+            )
         for name in DROPOUTS:
             if 0 < getattr(self, name) <= 1 / 512:
                 raise ValueError(
@@ -139,7 +156,7 @@ class ModelConfig:
                 "model.d_model must be a multiple of model.num_heads, so that the heads share it "
                 f"evenly; got d_model={self.d_model}, num_heads={self.num_heads}."
             )
-        if self.d_model % 2 and self.positional_encoding != "none":
+        if self.d_model % 2 and self.positional_encoding in ("interleaved", "halves"):
             raise ValueError(
                 "model.d_model must be even, because sines and cosines come in pairs; "
                 f"got {self.d_model}."
@@ -204,7 +221,7 @@ class TrainingConfig:
     clip_norm: float | None = setting(None, more_than=0)
     """Scale a larger gradient down to this norm; None is the paper."""
 
-    begin_from: str = setting("")
+    init_from: str = setting("")
     """A run folder: begin with what it translates with, and with its tokenizers, to learn from
     other text (fine-tuning). Empty: begin with random parameters and tokenizers of this text."""
 
@@ -240,7 +257,7 @@ class TrainingConfig:
 
     def __post_init__(self):
         """Check types, ranges and relations."""
-        _check_fields(self, "training")
+        check_fields(self, "training")
         if self.best_by == "bleu" and not self.validation_sentences:
             raise ValueError(
                 "training.best_by='bleu' needs translations to compare; got "
@@ -272,7 +289,7 @@ class DecodingConfig:
 
     def __post_init__(self):
         """Check types, ranges and relations."""
-        _check_fields(self, "decoding")
+        check_fields(self, "decoding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +314,13 @@ class Config:
             raise ValueError(
                 "decoding.beam_size must not exceed model.vocab_size, for there are no more "
                 f"continuations; got {self.decoding.beam_size} and {self.model.vocab_size}."
+            )
+        longest = max(self.data.source_row_length, self.data.target_row_length)
+        if self.model.max_positions not in (0, longest):
+            raise ValueError(
+                "model.max_positions must equal the longer row length, because a sentence may fill "
+                "a row and later positions would never be learned; got "
+                f"{self.model.max_positions} for rows of {longest}."
             )
         if self.training.r_drop and not any(getattr(self.model, name) for name in DROPOUTS):
             raise ValueError(
@@ -330,11 +354,14 @@ class Config:
                 f"{FORMAT_VERSION}. Install a newer flaxformer_min."
             )
         groups = {field.name: field.type for field in dataclasses.fields(cls)}
-        _check_known(where, content, groups)
+        check_known(where, content, groups)
         for name, value in content.items():
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
-            _check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
+            for old, new in RENAMED.get(name, {}).items():
+                if old in value:
+                    value[new] = value.pop(old)
+            check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
         return cls(**{name: groups[name](**value) for name, value in content.items()})
 
 

@@ -22,13 +22,14 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _check_known(where: str | Path, given: dict, known: dict) -> None:
+def check_known(where: str | Path, given: dict, known: dict) -> None:
+    """Raise ValueError for a name in `given` that is not `known`."""
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(f"{where} has no setting {unknown[0]!r}; it knows {', '.join(known)}.")
 
 
-def _check_fields(config: Any, group: str) -> None:
+def check_fields(config: Any, group: str) -> None:
     """Hold every field to its type and its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):

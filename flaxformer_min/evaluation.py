@@ -5,6 +5,7 @@ number from here can be compared with a number from a paper: equal signatures, c
 """
 
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -144,6 +145,16 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
         for hypothesis, reference in zip(hypotheses, references, strict=True)
     ]
     return sum(equal) / len(equal)
+
+
+def perplexity(log_prob: float, tokens: int) -> float:
+    """Return the perplexity of tokens that together have this log-probability in nats.
+
+    >>> round(perplexity(2 * math.log(1 / 8), tokens=2), 6)
+    8.0
+    """
+    mean = -log_prob / tokens
+    return math.exp(mean) if mean < 700 else math.inf
 
 
 def evaluate(

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from flaxformer_min.config import ModelConfig, TrainingConfig
-from flaxformer_min.data.batches import split_over_devices
+from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import init_state, make_train_step
@@ -46,7 +46,7 @@ def main():
     batches = [uneven_batch(rng) for _ in range(4)]
     curve = []
     for number in range(STEPS):
-        batch = split_over_devices(batches[number % 4], DEVICES, ACCUMULATION)
+        batch = shard_batch(batches[number % 4], DEVICES, ACCUMULATION)
         state, metrics = step(state, batch)
         curve.append(float(metrics["loss"]))
     # A key's bias shifts all scores of a query alike: its true gradient is zero, so Adam enlarges

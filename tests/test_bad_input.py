@@ -14,7 +14,7 @@ from tiny_run import LINES, make_tiny_run
 
 import train
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
-from flaxformer_min.data.batches import TrainingRows
+from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.encoding import Counts
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
@@ -95,7 +95,7 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
             config, lambda paths: train.make_tokenizers(config, pairs, paths)
         )
         encoded = train.encode(config, "train", pairs, tokenizers)
-        rows = TrainingRows(encoded, (64, 64), rows=4, seed=0)
+        rows = TrainingBatches(encoded, (64, 64), rows=4, seed=0)
         batch = next(rows)
         rows.close()
         assert batch.source.segments.max() > 0

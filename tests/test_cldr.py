@@ -9,7 +9,7 @@ from datetime import date, datetime
 import pytest
 from babel import Locale
 
-from flaxformer_min.data.corpora import cldr, read_pairs
+from flaxformer_min.data.corpora import cldr, cldr_kinds, read_pairs
 
 MONTHS = (
     "January February March April May June July August September October November December".split()
@@ -174,7 +174,7 @@ def test_any_two_locales_make_a_corpus(small, pair):
 def test_months_and_clocks_are_those_of_the_locale():
     """By hand: 24 hours in German, 12 in English; German months and decimal commas."""
     german, english = Locale.parse("de"), Locale.parse("en_US")
-    kinds = {kind.name: kind for kind in cldr._kinds(german, english)}
+    kinds = {kind.name: kind for kind in cldr.phrase_kinds(german, english)}
     noon = datetime(2031, 3, 5, 14, 7, 9)
 
     def both(kind, value):
@@ -232,7 +232,7 @@ def test_locales_with_too_little_in_common_are_an_error(small, monkeypatch):
     day = cldr.Kind(
         "date:one", 1, lambda rng: date(2020, 1, 1), lambda value: None, lambda v, w: "x"
     )
-    monkeypatch.setattr(cldr, "_kinds", lambda source, target: [day])
+    monkeypatch.setattr(cldr, "phrase_kinds", lambda source, target: [day])
     with pytest.raises(
         ValueError, match="too few phrases in common for en and ko: 0 of 60 in test"
     ):

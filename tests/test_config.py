@@ -263,7 +263,7 @@ model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.embeddings
 training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
 training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
-training.seed training.r_drop training.ema_decay training.best_by training.begin_from
+training.seed training.r_drop training.ema_decay training.best_by training.init_from
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype model.attention

@@ -33,10 +33,10 @@ def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
 def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, tmp_path):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    devices.keep_compiled_programs(tmp_path)
+    devices.enable_compilation_cache(tmp_path)
     assert updates == {}, "the tests have a place of their own"
     monkeypatch.setattr(devices, "jax", type("jax", (), {"config": Config(updates)}))
-    devices.keep_compiled_programs(tmp_path)
+    devices.enable_compilation_cache(tmp_path)
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
 
 
@@ -54,8 +54,8 @@ def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
 ):
     """As the README tells it; no option of ours is needed."""
     script = (
-        "import jax, pathlib; from flaxformer_min.runtime.devices import keep_compiled_programs;"
-        "keep_compiled_programs(pathlib.Path('ours'));"
+        "import jax, pathlib; from flaxformer_min.runtime.devices import enable_compilation_cache;"
+        "enable_compilation_cache(pathlib.Path('ours'));"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
         "jax.jit(lambda x: x * 3 + 1)(2.0)"
     )
@@ -99,9 +99,9 @@ def test_devices_that_the_user_chose_stay(chosen):
 
 def devices_of(chosen, cores):
     script = (
-        "import os, jax; from flaxformer_min.runtime.devices import use_cores;"
+        "import os, jax; from flaxformer_min.runtime.devices import configure_cpu_devices;"
         f"os.sched_getaffinity = lambda process: range({cores});"
-        "use_cores(6); print(jax.device_count())"
+        "configure_cpu_devices(6); print(jax.device_count())"
     )
     environment = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
@@ -112,8 +112,8 @@ def devices_of(chosen, cores):
 
 SCRIPT = """
 import mmap, resource, threading, ctypes
-from flaxformer_min.runtime.devices import keep_memory
-keep_memory()
+from flaxformer_min.runtime.memory import tune_malloc
+tune_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
@@ -139,7 +139,7 @@ print(faults > size // mmap.PAGESIZE // 16)
 
 @pytest.mark.skipif(
     not hasattr(os, "confstr_names") or "CS_GNU_LIBC_VERSION" not in os.confstr_names,
-    reason="no glibc: keep_memory does nothing",
+    reason="no glibc: tune_malloc does nothing",
 )
 @pytest.mark.parametrize("chosen, cleared", [({}, False), ({"MALLOC_ARENA_MAX": "4"}, True)])
 def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherwise(

@@ -72,7 +72,7 @@ def test_the_last_runs_learn_from_the_text_and_both_translations(tmp_path, start
     assert all(f"text:{tmp_path}/m30k " in call for call in trained[:2])
     assert all(f"text:{text} " in call for call in trained[2:])
     assert ["--data.subword-sampling 0" in call for call in trained] == [False, True, False, False]
-    begun = [f"--training.begin-from {tmp_path}/runs/sampled " in call for call in trained]
+    begun = [f"--training.init-from {tmp_path}/runs/sampled " in call for call in trained]
     assert begun == [False, False, True, True]
     assert "--training.seed 4" in trained[-1]
     assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --lowercase"

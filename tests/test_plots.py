@@ -43,7 +43,7 @@ def weights():
 @pytest.fixture
 def only_latin(monkeypatch):
     """A machine with the fonts that matplotlib brings, and no other."""
-    latin = {fonts._BASE_FONT: fonts._regular_fonts()[fonts._BASE_FONT]}
+    latin = {fonts.BASE_FONT: fonts._regular_fonts()[fonts.BASE_FONT]}
     monkeypatch.setattr(fonts, "_regular_fonts", lambda: latin)
     monkeypatch.setattr(fonts, "_find_new_fonts", lambda: None)
 
@@ -99,9 +99,9 @@ def test_a_font_that_was_installed_after_matplotlib_looked_is_found(monkeypatch)
 
     if not has_font_for("한"):
         pytest.skip("no installed font has 한; apt install fonts-noto-cjk")
-    first_day = [font for font in fontManager.ttflist if font.name == fonts._BASE_FONT]
+    first_day = [font for font in fontManager.ttflist if font.name == fonts.BASE_FONT]
     monkeypatch.setattr(fontManager, "ttflist", first_day)
-    _, families = fonts._with_fonts(["한"])
+    _, families = fonts.with_fonts(["한"])
     assert len(families) == 2
 
 

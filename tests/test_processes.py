@@ -16,9 +16,9 @@ import train
 from flaxformer_min.runtime.distributed import (
     Distributed,
     _cluster,
-    first_ahead,
+    any_process,
     gather,
-    shared_poll,
+    main_process_first,
 )
 from flaxformer_min.training.metrics import read_metrics
 
@@ -107,23 +107,23 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
 MEET = """
 import signal, sys, time
 import jax, jax.numpy as jnp
-from flaxformer_min.runtime.devices import use_cores
-from flaxformer_min.runtime.distributed import Distributed, gather, is_first, shared_poll, together
+from flaxformer_min.runtime.devices import configure_cpu_devices
+from flaxformer_min.runtime.distributed import Distributed, gather, is_main_process, any_process, distributed_session
 from flaxformer_min.runtime.signals import StopRequest
 
 def fail():
     gather("start", 0)
-    if not is_first():
+    if not is_main_process():
         raise OSError("the disk is full")
     gather("what never comes", 0)
 
 def stop():
     with StopRequest() as request:
-        steps, poll = 0, shared_poll(lambda: bool(request))
+        steps, poll = 0, any_process(lambda: bool(request))
         print("ready", flush=True)
         while not poll():
             steps += 1
-            time.sleep(0 if is_first() else 0.002)
+            time.sleep(0 if is_main_process() else 0.002)
     assert len(set(gather("steps", steps))) == 1
     return max(gather("status", request.status))
 
@@ -139,9 +139,9 @@ def share():
 
 def prepare(processes):
     if sys.argv[1] == "share":
-        use_cores(2 // processes)
+        configure_cpu_devices(2 // processes)
 
-with together(Distributed(sys.argv[3], 2, int(sys.argv[7])), prepare):
+with distributed_session(Distributed(sys.argv[3], 2, int(sys.argv[7])), prepare):
     status = {"fail": fail, "stop": stop, "wait": wait, "share": share}[sys.argv[1]]()
 sys.exit(status)
 """
@@ -257,6 +257,6 @@ def test_a_process_alone_talks_to_nobody():
     def poll():
         return True
 
-    with first_ahead("anything"), first_ahead("anything"):
+    with main_process_first("anything"), main_process_first("anything"):
         assert gather("anything", {"a": 1}) == gather("anything", {"a": 1}) == [{"a": 1}]
-    assert shared_poll(poll) is poll
+    assert any_process(poll) is poll

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flaxformer_min.data.batches import TrainingRows, single_pass, split_over_devices
+from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
 from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
 from flaxformer_min.data.packing import pack
 from flaxformer_min.runtime.files import PARTIAL
@@ -69,7 +69,7 @@ def equal(one, other):
 
 def test_every_usable_pair_is_delivered_exactly_once_an_epoch(encoded):
     split, pairs = encoded
-    rows = TrainingRows(split, ROWS, rows=8, seed=3)
+    rows = TrainingBatches(split, ROWS, rows=8, seed=3)
     for epoch in range(2):
         batches = rows.epoch(epoch)
         delivered = [
@@ -141,10 +141,10 @@ def test_the_same_text_has_the_same_digest_wherever_it_lies(tmp_path):
         for place, pairs in (("here", PAIRS), ("there", PAIRS), ("other", PAIRS[1:]))
     )
     assert one.digest == same.digest != other.digest
-    state = TrainingRows(one, ROWS, 8, seed=1).get_state()
-    told = [TrainingRows(e, ROWS, 8, seed=1).is_of_other_text(state) for e in (same, other)]
+    state = TrainingBatches(one, ROWS, 8, seed=1).get_state()
+    told = [TrainingBatches(e, ROWS, 8, seed=1).is_of_other_text(state) for e in (same, other)]
     assert told == [False, True]
-    assert not TrainingRows(other, ROWS, 8, seed=1).is_of_other_text({"epoch": 1, "batch": 2})
+    assert not TrainingBatches(other, ROWS, 8, seed=1).is_of_other_text({"epoch": 1, "batch": 2})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,7 +161,7 @@ def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
 
 def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
     first = single_pass(encode(PAIRS, tmp_path), ROWS, 8)
-    planned = TrainingRows(encode(PAIRS, tmp_path), ROWS, 8, seed=1).epoch(1)
+    planned = TrainingBatches(encode(PAIRS, tmp_path), ROWS, 8, seed=1).epoch(1)
     other = single_pass(encode(PAIRS, tmp_path), (16, 16), 8)
     assert len(other) < len(first), "wider rows are fewer"
 
@@ -173,7 +173,7 @@ def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
     for kept, fresh in (
         (single_pass(again, ROWS, 8), first),
         (single_pass(again, (16, 16), 8), other),
-        (TrainingRows(again, ROWS, 8, seed=1).epoch(1), planned),
+        (TrainingBatches(again, ROWS, 8, seed=1).epoch(1), planned),
     ):
         assert np.array_equal(kept.plan.pairs, fresh.plan.pairs)
         assert np.array_equal(kept.plan.starts, fresh.plan.starts)
@@ -196,7 +196,7 @@ def test_rows_hold_nearly_only_tokens():
 
 
 def test_orders_differ_by_epoch_and_seed_and_repeat_for_the_same(encoded):
-    one, same, other = (TrainingRows(encoded[0], ROWS, 8, seed) for seed in (1, 1, 2))
+    one, same, other = (TrainingBatches(encoded[0], ROWS, 8, seed) for seed in (1, 1, 2))
     assert equal(one.epoch(0)[0], same.epoch(0)[0])
     assert not equal(one.epoch(0)[0], one.epoch(1)[0])
     assert not equal(one.epoch(0)[0], other.epoch(0)[0])
@@ -205,7 +205,7 @@ def test_orders_differ_by_epoch_and_seed_and_repeat_for_the_same(encoded):
 @pytest.mark.parametrize("cut", [0, 1, 4, 9, 23])
 def test_an_iterator_goes_on_exactly_where_another_stood(encoded, cut):
     """Also over the end of an epoch: 101 pairs make about 5 batches."""
-    uncut, resumed = (TrainingRows(encoded[0], ROWS, 8, seed=5) for _ in range(2))
+    uncut, resumed = (TrainingBatches(encoded[0], ROWS, 8, seed=5) for _ in range(2))
     for _ in range(cut):
         next(uncut)
     resumed.set_state(json.loads(json.dumps(uncut.get_state())))
@@ -217,9 +217,10 @@ def test_an_iterator_goes_on_exactly_where_another_stood(encoded, cut):
 
 def test_processes_share_the_rows_of_each_batch(encoded):
     """Two processes have as many batches as one, and their rows together are its rows."""
-    whole = TrainingRows(encoded[0], ROWS, 8, seed=5).epoch(1)
+    whole = TrainingBatches(encoded[0], ROWS, 8, seed=5).epoch(1)
     halves = [
-        TrainingRows(encoded[0], ROWS, 8, seed=5, process=i, processes=2).epoch(1) for i in (0, 1)
+        TrainingBatches(encoded[0], ROWS, 8, seed=5, process=i, processes=2).epoch(1)
+        for i in (0, 1)
     ]
     assert len(whole) == len(halves[0]) == len(halves[1])
     for number in range(len(whole)):
@@ -235,7 +236,7 @@ def test_no_process_runs_out_of_batches_before_another(pairs, rows, tmp_path):
     Long pairs stand alone in their row, so that the last batch is not for all.
     """
     long = encode([("abcdefghijk", "vwxyzvwxyz")] * pairs, tmp_path)
-    for make in (single_pass, lambda *args: TrainingRows(*args[:3], 0, 0, *args[3:]).epoch(1)):
+    for make in (single_pass, lambda *args: TrainingBatches(*args[:3], 0, 0, *args[3:]).epoch(1)):
         shares = [make(long, ROWS, rows, process, 3) for process in range(3)]
         assert {len(share) for share in shares} == {-(-pairs // rows)}
         last = [share[len(share) - 1].source for share in shares]
@@ -308,26 +309,26 @@ def test_even_rows_have_less_padding(tmp_path):
 
 def test_rows_are_split_over_devices_in_order(encoded):
     batch = single_pass(encoded[0], ROWS, 8)[0]
-    split = split_over_devices(batch, devices=2, accumulation=2)
+    split = shard_batch(batch, devices=2, accumulation=2)
     assert split.target.ids.shape == (2, 2, 2, 12)
     assert np.array_equal(split.target.ids.reshape(8, 12), batch.target.ids)
     with pytest.raises(ValueError, match="8 rows, 3 devices, 1 batches"):
-        split_over_devices(batch, devices=3)
+        shard_batch(batch, devices=3)
 
 
 def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
     with pytest.raises(ValueError, match="8 rows and 3 processes"):
-        TrainingRows(encoded[0], ROWS, 8, seed=0, processes=3)
+        TrainingBatches(encoded[0], ROWS, 8, seed=0, processes=3)
 
 
 WORKERS = """
 import os, sys, time
 from pathlib import Path
-from flaxformer_min.data.batches import TrainingRows
+from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.encoding import EncodedPairs
 from flaxformer_min.runtime.signals import StopRequest
 def main():
-    rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)
+    rows = TrainingBatches(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)
     with StopRequest() as stop:
         print("starts", flush=True)
         next(rows)

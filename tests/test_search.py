@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding.choices import Sampling, best_words, draw, nucleus
+from flaxformer_min.decoding.choices import Sampling, draw, nucleus, top_k_tokens
 from flaxformer_min.decoding.search import Prefix, no_prefix, search
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -222,7 +222,7 @@ def test_the_best_words_are_those_of_a_full_top_k(vocab, beam):
         log_prob = jnp.asarray(-random.integers(0, 3, beam), jnp.float32)
         sums = (log_prob[:, None] + log_probs[:, 4:]).reshape(-1)
         order = np.argsort(-np.asarray(sums), kind="stable")[:beam]
-        best, parent, token = jax.jit(best_words, static_argnums=2)(log_prob, log_probs, beam)
+        best, parent, token = jax.jit(top_k_tokens, static_argnums=2)(log_prob, log_probs, beam)
         np.testing.assert_array_equal(best, sums[order])
         np.testing.assert_array_equal(parent, order // (vocab - 4))
         np.testing.assert_array_equal(token, 4 + order % (vocab - 4))
@@ -231,7 +231,7 @@ def test_the_best_words_are_those_of_a_full_top_k(vocab, beam):
 def test_where_there_are_fewer_words_than_asked_for_the_rest_is_impossible():
     """One hypothesis and two words besides the four special tokens."""
     logits = jnp.log(jnp.array([[0.25, 0.25, 0.125, 0.125, 0.0625, 0.1875]]))
-    best, parent, token = best_words(jnp.zeros(1), logits, 70)
+    best, parent, token = top_k_tokens(jnp.zeros(1), logits, 70)
     np.testing.assert_allclose(best[:2], np.log([0.1875, 0.0625]), rtol=1e-6)
     assert (best[2:] == -jnp.inf).all() and parent.tolist() == [0] * 70
     assert token.tolist() == [5, 4] + [PAD] * 68

@@ -20,10 +20,10 @@ def python(program, *arguments, **settings):
 TALKER = """
 import sys
 from pathlib import Path
-from flaxformer_min.runtime.streams import unheard
+from flaxformer_min.runtime.streams import ignore_broken_pipe
 sys.stdin.readline()
 for number in range(3):
-    with unheard():
+    with ignore_broken_pipe():
         print(number, file=sys.stdout if number else sys.stderr)
 Path(sys.argv[1]).write_text("through")
 """

@@ -130,21 +130,21 @@ def test_pieces_show_spaces_and_bytes(tokenizer):
 def test_the_ways_to_cut_a_text_say_the_same_in_other_pieces_and_the_likeliest_is_first(tokenizer):
     """Kudo 2018: the log-probability of a cut is the sum of its pieces'."""
     text = "안녕하세요, Monday"
-    ways = tokenizer.encode_ways(text, 20)
+    ways = tokenizer.encode_segmentations(text, 20)
     assert ways[0] == tokenizer.encode(text)
     assert len(set(map(tuple, ways))) == len(ways) > 2
     assert {tokenizer.decode(ids) for ids in ways} == {text}
     assert all(ids[-1] == EOS for ids in ways)
     totals = [tokenizer.log_probs()[ids].sum() for ids in ways]
     assert totals == sorted(totals, reverse=True)
-    assert tokenizer.encode_ways(text, 1) == [tokenizer.encode(text)]
-    assert tokenizer.encode_ways("a▁b", 5) == [tokenizer.encode("a▁b")]
+    assert tokenizer.encode_segmentations(text, 1) == [tokenizer.encode(text)]
+    assert tokenizer.encode_segmentations("a▁b", 5) == [tokenizer.encode("a▁b")]
 
 
 def test_half_a_surrogate_pair_is_an_error(tokenizer):
     for call in (
         tokenizer.encode,
-        lambda text: tokenizer.encode_ways(text, 3),
+        lambda text: tokenizer.encode_segmentations(text, 3),
         lambda text: tokenizer.encode_batch([text]),
     ):
         with pytest.raises(ValueError, match="text 0 has half a surrogate pair at character 2"):

@@ -535,7 +535,7 @@ def test_a_run_begins_from_what_another_translates_with(config, tmp_path, capsys
 
     learn = train.train
     monkeypatch.setattr(train, "train", watched)
-    beginning = ["--training.begin-from", str(former), "--data.subword-sampling", "0.5"]
+    beginning = ["--training.init-from", str(former), "--data.subword-sampling", "0.5"]
     longer = [*beginning, "--training.steps", "2"]
     assert run(other, latter, *beginning, "--training.steps", "1") == 0
     assert "Beginning from step 4 of" in capsys.readouterr().out
@@ -555,7 +555,7 @@ def test_a_run_begins_from_one_of_the_same_model_only(config, tmp_path, capsys):
     former = tmp_path / "former"
     assert run(config, former, "--training.steps", "1") == 0
     capsys.readouterr()
-    beginning = ["--training.begin-from", str(former), "--training.steps", "1"]
+    beginning = ["--training.init-from", str(former), "--training.steps", "1"]
     assert run(config, tmp_path / "wide", *beginning, "--model.d-ff", "32") == 2
     error = capsys.readouterr().err
     assert "begins from one of the same model" in error

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from flaxformer_min.config import ModelConfig, TrainingConfig
-from flaxformer_min.data.batches import split_over_devices
+from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.tokens import Batch, one_sentence_per_row
@@ -112,7 +112,7 @@ def learner():
 def two_rows():
     ids = np.array([[5, 6, 3, 0], [7, 8, 9, 3]], np.int32)
     tokens = jax.tree.map(np.asarray, one_sentence_per_row(jnp.array(ids)))
-    return split_over_devices(Batch(tokens, tokens), 2)
+    return shard_batch(Batch(tokens, tokens), 2)
 
 
 def test_a_step_is_the_same_for_the_same_state_and_differs_by_step(learner):

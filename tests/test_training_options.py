@@ -16,14 +16,14 @@ from tiny_run import make_tiny_run
 
 import train
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
-from flaxformer_min.data.batches import TrainingRows, split_over_devices
-from flaxformer_min.data.encoding import Ragged, Ways, encode_pairs
+from flaxformer_min.data.batches import TrainingBatches, shard_batch
+from flaxformer_min.data.encoding import Ragged, Segmentations, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.checkpoint import (
     Checkpoints,
-    mean_of_newest,
+    average_checkpoints,
     rank_of_best,
     restore_params,
     steps_of,
@@ -47,7 +47,7 @@ def two_rows():
 
 
 def in_two_shares(batch):
-    return split_over_devices(jax.tree.map(np.asarray, batch), 2)
+    return shard_batch(jax.tree.map(np.asarray, batch), 2)
 
 
 # ---- the loss, a few tokens at a time --------------------------------------------------------
@@ -132,7 +132,7 @@ def test_the_moving_average_takes_its_share_of_every_step():
     for kept in (0.1, 0.15, 0.15):  # 1/10, then 2/11 and 3/12 are above the decay
         state, _ = step(state, in_two_shares(two_rows()))
         expected = kept * expected + (1 - kept) * np.asarray(state.params["embedding"]["table"])
-    average = np.asarray(state.best_params["embedding"]["table"])
+    average = np.asarray(state.eval_params["embedding"]["table"])
     np.testing.assert_allclose(average, expected, rtol=1e-5)
     assert not np.allclose(average, state.params["embedding"]["table"], rtol=1e-4)
 
@@ -158,7 +158,7 @@ def save_numbers(folder, numbers, name="params", keep=9):
 
 def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path):
     save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0, 4: 6.0})
-    steps, mean = mean_of_newest(tmp_path / "c", 3, pytest.fail)
+    steps, mean = average_checkpoints(tmp_path / "c", 3, pytest.fail)
     assert steps == [4, 3, 2]
     np.testing.assert_array_equal(mean["a"], np.full((2, 3), 3.0))
     np.testing.assert_array_equal(mean["b"], [-3.0, -3.0])
@@ -170,7 +170,7 @@ def test_the_mean_is_that_of_whole_checkpoints(tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     warned = []
-    steps, mean = mean_of_newest(tmp_path / "c", 2, warned.append)
+    steps, mean = average_checkpoints(tmp_path / "c", 2, warned.append)
     assert steps == [2, 1] and "3" in warned[0]
     np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
 
@@ -182,9 +182,9 @@ def test_a_checkpoint_that_a_signal_asked_for_changes_neither_the_mean_nor_what_
         checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {})
     checkpoints.close()
     assert steps_of(tmp_path / "c") == [31, 30, 20]
-    assert mean_of_newest(tmp_path / "c", 2, pytest.fail, every=10)[0] == [31, 30]
+    assert average_checkpoints(tmp_path / "c", 2, pytest.fail, every=10)[0] == [31, 30]
     save_numbers(tmp_path / "d", {10: 1.0, 13: 2.0, 20: 3.0})
-    assert mean_of_newest(tmp_path / "d", 2, pytest.fail, every=10)[0] == [20, 10]
+    assert average_checkpoints(tmp_path / "d", 2, pytest.fail, every=10)[0] == [20, 10]
 
 
 def test_a_moving_average_is_what_decoding_restores(tmp_path):
@@ -225,7 +225,7 @@ def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses
     config = Config(
         training=TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
     )
-    train.try_average(run, config, validate, 2)
+    train.validate_average(run, config, validate, 2)
     assert asked == [([1.5, 1.5], 2)]
     assert run.averaged.exists() == better
 
@@ -423,7 +423,7 @@ def tokenizer(tmp_path_factory):
 
 def sampled_rows(tokenizer, cache, seed=0, alpha=0.1):
     encoded = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs", ways=8)
-    return TrainingRows(encoded, (64, 64), 4, seed, subword_sampling=alpha)
+    return TrainingBatches(encoded, (64, 64), 4, seed, subword_sampling=alpha)
 
 
 def sentences(batches, tokenizer):
@@ -467,8 +467,8 @@ def test_an_epoch_that_was_looked_at_is_not_drawn_again_to_be_delivered(
     tokenizer, tmp_path, monkeypatch
 ):
     rows, drawn = sampled_rows(tokenizer, tmp_path), []
-    draw = Ways.draw
-    monkeypatch.setattr(Ways, "draw", lambda *args: drawn.append(1) or draw(*args))
+    draw = Segmentations.draw
+    monkeypatch.setattr(Segmentations, "draw", lambda *args: drawn.append(1) or draw(*args))
     looked_at = rows.epoch(0)[0]
     jax.tree.map(np.testing.assert_array_equal, next(rows), looked_at)
     rows.close()
@@ -479,7 +479,7 @@ def test_ways_are_drawn_as_often_as_their_probability_to_the_alpha_says():
     """Two sentences: one way, and three ways of 0.5, 0.25 and 0.125."""
     lengths = np.array([3, 1, 2, 4])
     cuts = Ragged(np.arange(10), np.cumsum(lengths) - lengths, lengths)
-    ways = Ways(cuts, np.array([1, 3]), np.log([0.9, 0.5, 0.25, 0.125]))
+    ways = Segmentations(cuts, np.array([1, 3]), np.log([0.9, 0.5, 0.25, 0.125]))
     rng = np.random.default_rng(0)
     drawn = [ways.draw(2.0, rng) for _ in range(4000)]
     assert {(each.starts[0], each.lengths[0]) for each in drawn} == {(0, 3)}
@@ -496,9 +496,9 @@ def test_what_was_drawn_is_drawn_again_in_another_process(tokenizer, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, copy[0], epoch[0])
     script = (
         "import sys, hashlib; from pathlib import Path;"
-        "from flaxformer_min.data.batches import TrainingRows;"
+        "from flaxformer_min.data.batches import TrainingBatches;"
         "from flaxformer_min.data.encoding import EncodedPairs;"
-        "rows = TrainingRows(EncodedPairs.load(Path(sys.argv[1])), (64, 64), 4, 0,"
+        "rows = TrainingBatches(EncodedPairs.load(Path(sys.argv[1])), (64, 64), 4, 0,"
         " subword_sampling=0.1); print(hashlib.sha256(rows.epoch(3)[0].target.ids).hexdigest())"
     )
     done = subprocess.run(

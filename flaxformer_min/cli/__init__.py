@@ -1,38 +1,52 @@
-"""The command `flaxformer-min`: translate, score, evaluate and plot with a run that was trained.
+"""The command `flaxformer-min`: train, translate, score, evaluate and plot.
 
-What comes out is line-aligned with what went in, and streams: a million lines never lie in memory.
-A user's mistake is one sentence on stderr and status 2. Heavy imports wait until they are needed,
-so that `--help` is there at once.
+Output is line-aligned with input, and streams: a million lines are never in memory at once. A
+user's mistake is one sentence on stderr and status 2. Heavy modules are imported only when they are
+needed, so that `--help` is immediate.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
-from flaxformer_min.runtime.streams import drop_unwritable, open_streams, unheard
+from flaxformer_min.cli.terminal import log_to_terminal
+from flaxformer_min.runtime.memory import tune_malloc, with_oom_hint
+from flaxformer_min.runtime.signals import Stopped
+from flaxformer_min.runtime.streams import drop_unwritable, ignore_broken_pipe, open_streams
 
 CLOSED_PIPE = 141
 """The status of a program that a closed pipe ends, as a shell sees it: 128 + SIGPIPE."""
 
+MEMORY_ADVICE = (
+    "Choose a smaller --batch-size, --beam-size or --max-extra-tokens where there are such, or "
+    "shorter text."
+)
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status; `argv` None: what the shell gave.
+    """Run one command and return its exit status; `argv` None: the process's own arguments.
 
-    0 when all is done, 2 for a mistake of the user, 130 and 143 after Ctrl-C and SIGTERM, 141 when
-    the reader of a pipe has gone.
+    0 when all is done, 2 for a user's mistake, 130 and 143 after Ctrl-C and SIGTERM, 141 when the
+    reader of a pipe has gone.
     """
-    if argv is None:
+    owns_process = argv is None
+    if owns_process:
         open_streams()
+        argv = sys.argv[1:]
+    if argv[:1] == ["train"]:
+        return train(argv[1:])
     try:
-        with Stop() as stop:
+        with Stop() as stop, log_to_terminal("flaxformer-min", level="WARNING"):
             try:
                 args = make_parser().parse_args(argv)
-                if argv is None:
+                if owns_process:
                     _prepare_jax()
-                return args.command(args, stop)
-            except KeyboardInterrupt:
-                if stop.came_twice and argv is None:
+                with with_oom_hint(MEMORY_ADVICE):
+                    return args.command(args, stop)
+            except (KeyboardInterrupt, Stopped):
+                if stop.came_twice and owns_process:
                     drop_unwritable()
                     os._exit(stop.status)  # Python's own end waits for a batch that is running
                 return stop.status or 130
@@ -41,26 +55,33 @@ def main(argv: list[str] | None = None) -> int:
         return CLOSED_PIPE
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         drop_unwritable()
-        with unheard():
+        with ignore_broken_pipe():
             print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
         return 2
+
+
+def train(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
+    """Run `flaxformer-min train`, which is also train.py; as `main`."""
+    if argv is None:
+        open_streams()
+        argv = sys.argv[1:]
+    try:
+        from flaxformer_min.cli.train import main as run
+    except KeyboardInterrupt:
+        return 130
+    return run(argv, prog)
 
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return (
-            "the device has not enough memory for this; choose a smaller --batch-size, --beam-size "
-            "or --max-extra-tokens where there are such, or shorter text."
-        )
     return str(error)
 
 
 def _prepare_jax() -> None:
-    from flaxformer_min.runtime.devices import keep_compiled_programs, keep_memory, use_cores
+    from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
     from flaxformer_min.runtime.files import cache_folder
 
-    use_cores()
-    keep_memory()
-    keep_compiled_programs(cache_folder())
+    configure_cpu_devices()
+    tune_malloc()
+    enable_compilation_cache(cache_folder())

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flaxformer_min.cli.commands import evaluate, score, translate
+from flaxformer_min.cli.evaluate import evaluate
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
+from flaxformer_min.cli.score import score
+from flaxformer_min.cli.translate import translate
 from flaxformer_min.config import LENGTH_PENALTY_LIMIT
 
-DESCRIPTION = "Translate, score, evaluate and plot with a run that was trained."
+DESCRIPTION = "Train translation models; translate, score, evaluate and plot with them."
 OWN = "default: the run's own setting"
 
 
@@ -28,6 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The commands, their arguments and what `--help` says of them."""
     parser = _Parser(prog="flaxformer-min", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # Its options are generated from the settings: see cli/train.py.
+    _add_command(commands, "train", "train a model, or continue a run")
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)

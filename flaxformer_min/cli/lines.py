@@ -1,6 +1,7 @@
-"""Text in and out, line by line, and how to stop in between."""
+"""Lines of text in and out, and stopping between them."""
 
 import contextlib
+import math
 import os
 import select
 import sys
@@ -8,54 +9,54 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flaxformer_min.runtime.files import open_atomically
+from flaxformer_min.runtime.files import decode_line, open_atomically
 from flaxformer_min.runtime.signals import StopRequest
-from flaxformer_min.runtime.streams import unheard
+from flaxformer_min.runtime.streams import ignore_broken_pipe
 
 CHUNK = 1_024
-"""Lines that are read, translated and written together, at most."""
+"""Most lines that are read, translated and written together."""
 
 BLOCK = 1 << 16
-"""Bytes that are read at once, at most."""
+"""Most bytes that are read at once."""
 
-LOOK = 0.5
-"""Seconds after which a wait for text looks whether a signal has come.
+POLL_SECONDS = 0.5
+"""A wait for text is interrupted this often to handle signals.
 
 One that comes just before the wait, or to another thread, does not end the wait itself.
 """
 
 
 def warn_user(message: Any) -> None:
-    """Tell it on stderr."""
-    with unheard():
+    """Print a warning on stderr."""
+    with ignore_broken_pipe():
         print(f"flaxformer-min: warning: {message}", file=sys.stderr)
 
 
 class Stop(StopRequest):
-    """A signal ends at once what loads or waits; `patiently`, what is being done is finished.
+    """A signal interrupts loading and waiting at once, and work within `patiently` after its end.
 
-    A second signal always ends at once. Either way it is a KeyboardInterrupt, so that what is half
-    written is cleaned up.
+    A second signal always interrupts at once. Either way it is a KeyboardInterrupt, so that half
+    written files are cleaned up.
     """
 
     patient = False
     came_twice = False
 
     def _handle(self, number, frame) -> None:
-        self.came_twice = bool(self)
+        self.came_twice = self()
         self.signal_number = number
         if self.came_twice or not self.patient:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        """Do not interrupt what is inside, but what comes after it."""
+        """Do not interrupt the body, but whatever comes after it."""
         self.patient = True
         try:
             yield
         finally:
             self.patient = False
-        if self:
+        if self():
             raise KeyboardInterrupt
 
 
@@ -89,7 +90,7 @@ class Lines:
     def _read_block(self) -> None:
         if self.typed and not self._rest:
             print("> ", end="", file=sys.stderr, flush=True)
-        while not select.select([self._descriptor], [], [], LOOK)[0]:
+        while not select.select([self._descriptor], [], [], POLL_SECONDS)[0]:
             pass
         block = os.read(self._descriptor, BLOCK)
         self._rest += block
@@ -102,17 +103,15 @@ class Lines:
 
     def _decode(self, line: bytes) -> str:
         self.count += 1
-        line = line.removesuffix(b"\r")
-        if self.count == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+        first = self.count == 1
         try:
-            return line.decode()
+            return decode_line(line, first)
         except UnicodeDecodeError as error:
             self._warn(
-                f"{self.name}, line {self.count} is no UTF-8 from byte {error.start + 1} on; what "
-                "cannot be read is replaced by U+FFFD."
+                f"{self.name}, line {self.count} is not UTF-8 from byte {error.start + 1} on; "
+                "invalid bytes are replaced by U+FFFD."
             )
-            return line.decode(errors="replace")
+            return decode_line(line, first, errors="replace")
 
 
 @contextlib.contextmanager
@@ -176,3 +175,13 @@ def progress(total: int | None, shown: bool = True) -> Iterator[Callable[[int], 
 
     with tqdm(total=total, unit=" sentences", leave=False) as bar:
         yield bar.update
+
+
+def on_one_line(text: str) -> str:
+    """Return the text without line breaks, which a model may spell in bytes."""
+    return text.replace("\n", " ").replace("\r", " ")
+
+
+def json_number(value: float) -> float | None:
+    """Return a number as JSON can hold it: null for infinity and NaN."""
+    return round(value, 6) if math.isfinite(value) else None

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.cli.commands import load
 from flaxformer_min.cli.lines import Stop, open_output, warn_user
+from flaxformer_min.cli.options import load
 
 FIGURES = (".png", ".svg", ".pdf")
 
@@ -18,7 +18,7 @@ def plot_attention(args: argparse.Namespace, stop: Stop) -> int:
     if page and (args.layer or args.head):
         raise ValueError("a page shows all layers and heads; leave out --layer and --head.")
     translator = load(args)
-    attention = translator.attention(args.sentence, args.target, warn=warn_user)
+    attention = translator.attention(args.sentence, args.target)
     if page:
         _save_page(args, attention)
     else:

@@ -18,7 +18,7 @@ import grain
 import numpy as np
 
 from flaxformer_min.data.encoding import EncodedPairs, Ragged
-from flaxformer_min.data.packing import Packing, Plan, _ranges
+from flaxformer_min.data.packing import Packing, Plan, ranges
 from flaxformer_min.tokens import Batch, Tokens
 
 
@@ -50,11 +50,11 @@ class EpochBatches:
         pairs = self.plan.pairs[starts[0] : starts[-1]]
         in_row = np.diff(starts)
         row = np.repeat(np.arange(len(in_row)), in_row)
-        segment = _ranges(np.ones_like(in_row), in_row)
+        segment = ranges(np.ones_like(in_row), in_row)
         source, target = self.encoded.source, self.encoded.target
         return Batch(
-            _lay(source, pairs, row, segment, (share, self.row_lengths[0])),
-            _lay(target, pairs, row, segment, (share, self.row_lengths[1])),
+            _materialize(source, pairs, row, segment, (share, self.row_lengths[0])),
+            _materialize(target, pairs, row, segment, (share, self.row_lengths[1])),
         )
 
     def padding(self) -> float:
@@ -74,17 +74,17 @@ class EpochBatches:
         return tuple(map(max, self.row_lengths, longer))
 
 
-def _lay(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
+def _materialize(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
     """Put sentences side by side into their rows."""
     lengths = side.lengths[pairs]
     before = np.cumsum(lengths) - lengths
     first_of_row = segment == 1
     start = before - np.repeat(before[first_of_row], np.bincount(row)[np.unique(row)])
-    places = (np.repeat(row, lengths), _ranges(start, lengths))
+    places = (np.repeat(row, lengths), ranges(start, lengths))
     columns = []
     for values in (
-        side.ids[_ranges(side.starts[pairs], lengths)],
-        _ranges(np.zeros_like(lengths), lengths),
+        side.ids[ranges(side.starts[pairs], lengths)],
+        ranges(np.zeros_like(lengths), lengths),
         np.repeat(segment, lengths),
     ):
         column = np.zeros(shape, np.int32)
@@ -93,7 +93,7 @@ def _lay(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
     return Tokens(*columns)
 
 
-class TrainingRows(Iterator[Batch]):
+class TrainingBatches(Iterator[Batch]):
     """Batches without end, epoch after epoch, each in an order of its own.
 
     `get_state` is all that is needed to go on: it does not depend on the number of devices,
@@ -231,7 +231,7 @@ def single_pass(
     return EpochBatches(encoded, plan, rows, row_lengths, process, processes)
 
 
-def split_over_devices(batch: Batch, devices: int, accumulation: int = 1) -> Batch:
+def shard_batch(batch: Batch, devices: int, accumulation: int = 1) -> Batch:
     """[rows length] -> [devices accumulation rows length], for `train_step`.
 
     Raises ValueError when the rows do not divide evenly.

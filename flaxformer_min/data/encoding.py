@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from flaxformer_min.data.corpora.pairs import is_empty
-from flaxformer_min.data.packing import Packing, _shapes, pack
+from flaxformer_min.data.packing import Packing, group_by_lengths, pack
 from flaxformer_min.runtime.files import folder_atomically, write_atomically
 
 FORMAT = 2
@@ -22,7 +22,7 @@ FORMAT = 2
 CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
 
 
-WAYS = 32
+SEGMENTATIONS = 32
 """To cut a sentence, that subword sampling chooses from: a training set takes so much more disk."""
 
 
@@ -34,7 +34,7 @@ class Encoder(Protocol):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, ending in EOS."""
 
-    def encode_ways(self, text: str, count: int) -> list[list[int]]:
+    def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
         """The same in up to `count` ways, that of `encode_batch` first. Used where count > 1."""
 
     def log_probs(self) -> np.ndarray:
@@ -76,7 +76,7 @@ class Counts(NamedTuple):
         )
 
 
-class Ways(NamedTuple):
+class Segmentations(NamedTuple):
     """All ways to cut each sentence of a side: sentence i has `counts[i]` of them, one by one.
 
     log_probs: of each way, in nats.
@@ -154,7 +154,7 @@ class EncodedPairs:
         with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or damaged
             groups = json.loads(file.read_text())
             if sum(len(row) * count for row, count in groups) == len(self):
-                return Packing(_shapes(*lengths)[0], groups)
+                return Packing(group_by_lengths(*lengths)[0], groups)
         packing = pack(*lengths, row_lengths)
         with contextlib.suppress(OSError):  # a cache that may only be read
             write_atomically(file, json.dumps(packing.groups))
@@ -264,7 +264,7 @@ class _SideWriter:
     def write(self, encoded: list[list[int]], texts: list[str]) -> None:
         cuts = [[ids] for ids in encoded]
         if self._ways > 1:
-            ways = (self._tokenizer.encode_ways(text, self._ways) for text in texts)
+            ways = (self._tokenizer.encode_segmentations(text, self._ways) for text in texts)
             cuts = [[ids for ids in each if len(ids) <= self._row_length] for each in ways]
         flat = [ids for each in cuts for ids in each]
         ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
@@ -286,7 +286,7 @@ class _SideWriter:
         return self._digest.hexdigest()
 
 
-def _map_side(folder: Path, side: str) -> Ways:
+def _map_side(folder: Path, side: str) -> Segmentations:
     lengths, counts, log_probs = (
         np.load(folder / f"{side}_{name}.npy") for name in ("lengths", "counts", "log_probs")
     )
@@ -296,4 +296,4 @@ def _map_side(folder: Path, side: str) -> Ways:
     if size != 4 * lengths.sum() or counts.sum() != len(lengths):
         raise ValueError(f"{file} must hold {lengths.sum():,} ids; it has {size:,} bytes.")
     ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
-    return Ways(Ragged(ids, np.cumsum(lengths) - lengths, lengths), counts, log_probs)
+    return Segmentations(Ragged(ids, np.cumsum(lengths) - lengths, lengths), counts, log_probs)

@@ -38,7 +38,7 @@ class Packing(NamedTuple):
         if rng is None:
             return Plan(placed, starts)
         rows = rng.permutation(len(row_sizes))
-        picked = _ranges(starts[rows], row_sizes[rows])
+        picked = ranges(starts[rows], row_sizes[rows])
         return Plan(placed[picked], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
 
 
@@ -54,11 +54,11 @@ def pack(
     >>> [plan.pairs[a:b].tolist() for a, b in zip(plan.starts, plan.starts[1:])]
     [[1], [0, 2]]
     """
-    number, sizes, counts = _shapes(source_lengths, target_lengths)
+    number, sizes, counts = group_by_lengths(source_lengths, target_lengths)
     return Packing(number, _pack_shapes(sizes, counts, np.array(row_lengths)))
 
 
-def _shapes(
+def group_by_lengths(
     source_lengths: np.ndarray, target_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The number of each pair's shape, the two lengths of each shape, and its pairs."""
@@ -119,7 +119,7 @@ def _fill(
         shapes.append(int(shape))
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """`arange(start, start + length)` for each, end to end."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

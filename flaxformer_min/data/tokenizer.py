@@ -118,7 +118,7 @@ class Tokenizer:
                 batch[index] = [*self._encode_with_space_signs(text), EOS]
         return batch
 
-    def encode_ways(self, text: str, count: int) -> list[list[int]]:
+    def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
         """The likeliest ways to cut a text into pieces, at most `count`; first that of `encode`.
 
         A text with the sign ▁ has one. Raises ValueError as `encode` does.

@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
-FIRST_WORD = max(PAD, UNK, BOS, EOS) + 1
+FIRST_REGULAR_ID = max(PAD, UNK, BOS, EOS) + 1
 """Ids from here on are words. Below it only EOS is ever chosen: PAD, UNK and BOS never come out."""
 
 
 BLOCKS = (40, 64)
-"""Words that `best_words` compares by their maximum first. The first size that divides the
+"""Words that `top_k_tokens` compares by their maximum first. The first size that divides the
 vocabulary is the block: one that leaves a rest costs a CPU three times as much, for a copy."""
 
 
@@ -55,7 +55,7 @@ def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, 
     return jnp.where(total > -jnp.inf, total, -jnp.inf)
 
 
-def best_words(
+def top_k_tokens(
     base: Float[Array, " beam"], logits: Float[Array, "beam vocab"], count: int
 ) -> tuple[Float[Array, " best"], Int[Array, " best"], Int[Array, " best"]]:
     """The `count` likeliest of all hypotheses with one more word: log_prob, parent, token.
@@ -67,7 +67,7 @@ def best_words(
     blocks have better maxima, and maxima are quick. Only k blocks are then looked at word by word.
 
     >>> logits = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
-    >>> _, parent, token = best_words(jnp.log(jnp.array([0.5, 0.5])), logits, 2)
+    >>> _, parent, token = top_k_tokens(jnp.log(jnp.array([0.5, 0.5])), logits, 2)
     >>> parent, token
     (Array([1, 0], dtype=int32), Array([4, 4], dtype=int32))
     """
@@ -76,7 +76,7 @@ def best_words(
     whole = max(vocab // size, 1)
     # The special tokens stay in the table and only the first block is cut, as is a ragged last one:
     # to slice or to pad the whole table would copy it.
-    maxima = [logits[:, FIRST_WORD:size].max(-1, keepdims=True)]
+    maxima = [logits[:, FIRST_REGULAR_ID:size].max(-1, keepdims=True)]
     if whole > 1:
         maxima.append(logits[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
     if vocab > whole * size:
@@ -90,7 +90,7 @@ def best_words(
     start = block % maxima.shape[1] * size
     token = (start[:, None] + jnp.arange(size)[None, :]).reshape(-1)
     within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
-    within = jnp.where(token >= FIRST_WORD, within, -jnp.inf)
+    within = jnp.where(token >= FIRST_REGULAR_ID, within, -jnp.inf)
     best, place = jax.lax.top_k(joint(base[parent], within), min(count, within.size))
     token = jnp.where(best > -jnp.inf, token[place], PAD)
     missing = 0, count - best.size
@@ -114,7 +114,7 @@ def choose_beam(
     truncated sentence the best.
     """
     ended = jnp.where(may_end, joint(base, logits[:, EOS]), -jnp.inf)
-    best, parent, token = best_words(jnp.where(must_end, -jnp.inf, base), logits, beam_size)
+    best, parent, token = top_k_tokens(jnp.where(must_end, -jnp.inf, base), logits, beam_size)
     # min() and not [-1]: XLA's quick top_k turns into a full sort where a slice of it is taken.
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
@@ -154,13 +154,13 @@ def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " token
     return bits >= low
 
 
-def draw(
+def sample_token(
     log_probs: Float[Array, " tokens"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, ""]:
     """One token at random, as `sampling` says. Those of log-probability -inf are never drawn.
 
     >>> log_probs = jnp.log(jnp.array([0.3, 0.6, 0.1]))
-    >>> draw(log_probs, jax.random.key(0), Sampling(top_p=0.5))
+    >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
     Array(1, dtype=int32)
     """
     tempered, token = log_probs / sampling.temperature, jnp.arange(log_probs.size)
@@ -188,10 +188,10 @@ def choose_random(
     """Every hypothesis goes its own way, drawn with a key of its own; a drawn EOS ends it."""
     beam, vocab = logits.shape
     token = jnp.arange(vocab)
-    allowed = jnp.where(token == EOS, may_end, (token >= FIRST_WORD) & ~must_end)
+    allowed = jnp.where(token == EOS, may_end, (token >= FIRST_REGULAR_ID) & ~must_end)
     offered = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
-    drawn = jax.vmap(partial(draw, sampling=sampling))(offered, keys)
+    drawn = jax.vmap(partial(sample_token, sampling=sampling))(offered, keys)
     lane = jnp.arange(beam)
     total = joint(base, offered[lane, drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)

@@ -1,13 +1,15 @@
-"""How a translation is chosen, token by token: greedy, beam, sampling.
+"""The search for a translation, token by token (section 6.1).
 
-A choice is a pure function. It sees the live hypotheses of ONE sentence and how likely every next
-token is, and says which of them end now and how the others go on. One loop asks the model, asks the
-choice, and keeps the best that ended, until nothing that is still live can be better.
+A choice (see `choices`) is a pure function of ONE sentence: from its alive hypotheses and the
+logits of their next tokens it decides which of them end now and how the others continue. One loop
+calls the model, calls the choice, and keeps the best finished hypotheses, until no alive one can
+beat them.
 
-Finished hypotheses stand apart from live ones, so they never take a place in the beam. One that is
-not there (given up, or a sample that has ended) has log-probability -inf.
+Finished hypotheses are kept apart from alive ones, so they never take a slot of the beam. A slot
+without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxformer_min.config import LENGTH_PENALTY_LIMIT
 from flaxformer_min.decoding.choices import (
-    FIRST_WORD,
+    FIRST_REGULAR_ID,
     Choice,
     Sampling,
     choose_beam,
@@ -28,38 +30,35 @@ from flaxformer_min.decoding.choices import (
 from flaxformer_min.tokens import BOS, EOS, PAD
 
 FEW = 16
-"""Once no more sentences of a batch are live, or the last room is full, those that are live go on
-without the others: so many at a time, or a quarter of a larger batch. On real text a third of the
-steps of 64 have no more."""
-
+"""Sentences that are finished as a smaller batch of their own, once no more of a batch are alive or
+the cache is full (a quarter of a larger batch). On real text, a third of the steps of a batch of 64
+have no more than these alive."""
 
 Cache = Any
-"""What the model remembers of every hypothesis: any pytree whose arrays have a row for each
-sentence, and whose scalars are of all. The search hands it on, and picks rows."""
+"""The model's state: any pytree whose arrays have one row for each sentence; scalars are shared.
+The search passes it on and selects rows."""
 
+DecodeStep = Callable[
+    [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]
+]
+"""Read one token of each hypothesis; return float32 logits (or log-probabilities) of the next one
+and the updated cache. A beam search starts with one hypothesis for each sentence, so the first call
+has one token each and extra logits are ignored. Late calls may have some of the sentences only."""
 
-Step = Callable[[Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]]
-"""Reads one token of each hypothesis; gives the logits (float32) of the next one, and the cache
-with the token in it. Log-probabilities are logits too. A beam search begins with one hypothesis, so
-its first call has one token a sentence; logits of others are not looked at. A late call may have
-some of the sentences only."""
-
-
-Grow = Callable[[Cache, int], Cache]
-"""Gives the cache of a search room for so many new tokens in all."""
-
+Resize = Callable[[Cache, int], Cache]
+"""Return the cache with capacity for this many new tokens in total."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
-"""Makes hypothesis i of each sentence continue what hypothesis `parents[i]` had written."""
+"""Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
 
 
 class Prefix(NamedTuple):
-    """How each sentence begins: with BOS alone, or with target tokens that are forced.
+    """How each sentence begins: with BOS alone, or with forced target tokens.
 
-    last:     the token that the first step reads: BOS, or the last forced one. Those before it are
-              in the cache already.
-    length:   forced tokens, 0 for BOS alone. They count in every length.
-    log_prob: nats, of the forced tokens; part of every score.
+    last:     the first token to read: BOS, or the last forced token. Those before it are already
+              in the cache.
+    length:   the number of forced tokens, 0 for BOS alone. They count in every length.
+    log_prob: of the forced tokens in nats; part of every score.
     """
 
     last: Int[Array, " batch"]
@@ -68,7 +67,7 @@ class Prefix(NamedTuple):
 
 
 def no_prefix(batch: int) -> Prefix:
-    """Every sentence begins with BOS alone.
+    """Return the prefix of sentences that begin with BOS alone.
 
     >>> no_prefix(2).last
     Array([2, 2], dtype=int32)
@@ -77,10 +76,10 @@ def no_prefix(batch: int) -> Prefix:
 
 
 class Hypotheses(NamedTuple):
-    """What a search found, best first.
+    """Finished hypotheses, best first.
 
     ids:      tokens after the prefix, ending in EOS; then PAD.
-    log_prob: nats, of prefix, tokens and EOS; -inf (and ids all PAD) where there are no more.
+    log_prob: of prefix, tokens and EOS in nats; -inf (and ids all PAD) for an empty slot.
     score:    log_prob / length_penalty(length of prefix, tokens and EOS, alpha).
     """
 
@@ -89,8 +88,8 @@ class Hypotheses(NamedTuple):
     score: Float[Array, "*batch n_best"]
 
 
-class Live(NamedTuple):
-    """The hypotheses of one sentence that go on. One that is not there has log_prob -inf."""
+class Alive(NamedTuple):
+    """The unfinished hypotheses of one sentence; log_prob is -inf for an empty slot."""
 
     token: Int[Array, " beam"]
     log_prob: Float[Array, " beam"]
@@ -98,7 +97,7 @@ class Live(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What stays the same about one sentence: forced tokens, most new tokens, its random key."""
+    """Constants of one sentence: forced tokens, most new tokens, its random key."""
 
     prefix_length: Int[Array, ""]
     limit: Int[Array, ""]
@@ -106,7 +105,7 @@ class Row(NamedTuple):
 
 
 def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "*batch"]:
-    """What a log-probability is divided by, so that long translations stand a chance.
+    """Return the divisor of a log-probability that makes up for the length of the hypothesis.
 
     ((5 + length) / 6) ** alpha: Wu et al. 2016, equation 14; alpha is 0.6 in section 6.1.
 
@@ -117,16 +116,16 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def keep(kept: Hypotheses, ended: Hypotheses) -> Hypotheses:
-    """The best by score of those kept and those that ended now; of equals, those kept before."""
-    together = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), kept, ended)
-    _, place = jax.lax.top_k(together.score, kept.score.size)
-    return jax.tree.map(lambda column: column[place], together)
+def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
+    """Return the best by score of both; an earlier finished hypothesis wins a tie."""
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), finished, ended)
+    _, best = jax.lax.top_k(both.score, finished.score.size)
+    return jax.tree.map(lambda column: column[best], both)
 
 
-def extend(
-    live: Live,
-    kept: Hypotheses,
+def advance(
+    alive: Alive,
+    finished: Hypotheses,
     logits: Float[Array, "beam vocab"],
     row: Row,
     index: Int[Array, ""],
@@ -134,44 +133,85 @@ def extend(
     choose: Callable[..., Choice],
     alpha: float,
     min_length: int,
-) -> tuple[Live, Hypotheses, Int[Array, " next"]]:
-    """One step of any search, for one sentence, which chooses new token `index`.
+) -> tuple[Alive, Hypotheses, Int[Array, " next"]]:
+    """Take one step of any search for one sentence: choose new token number `index`.
 
-    Gives the hypotheses that go on, those kept, and the parent of each that goes on.
+    Returns the alive and the finished hypotheses, and the parent of each alive one.
 
-    A hypothesis goes on only while its bound, log_prob / length_penalty(longest possible length),
-    is better than the worst one kept, and -inf is the worst while fewer than n_best are kept.
-    This loses nothing. A log-probability only falls, and with alpha >= 0 the penalty only grows
-    with length, so (both below or at zero) nothing that a hypothesis can become has a score above
-    its bound, and of equal scores the one kept before stays. Nor does it gain anything: the bound
-    falls with log_prob alone, so a place in the beam that a hopeless one leaves can only be taken
-    by one that is less likely and so hopeless too.
+    A hypothesis stays alive only while its bound, log_prob / length_penalty(longest possible
+    length), is better than the worst finished score (-inf while fewer than n_best have finished).
+    This loses nothing. A log-probability only falls and, with alpha >= 0, the penalty only grows
+    with length, so (both at or below zero) no continuation has a score above the bound, and an
+    earlier hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
+    so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
     """
     length = row.prefix_length + index + 1
     must_end = index + 1 >= row.limit
     may_end = must_end | (length > min_length)
     key = None if row.key is None else jax.random.fold_in(row.key, index)
-    # Log-probabilities of the whole vocabulary would be written, only to be read once.
-    base = live.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    # Log-probabilities of the whole vocabulary would be written only to be read once.
+    base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
-    kept = keep(kept, Hypotheses(live.ids.at[:, index].set(EOS), choice.ended, score))
+    ended = Hypotheses(alive.ids.at[:, index].set(EOS), choice.ended, score)
+    finished = merge_finished(finished, ended)
     bound = choice.log_prob / length_penalty(row.prefix_length + row.limit, alpha)
-    log_prob = jnp.where(bound > kept.score[-1], choice.log_prob, -jnp.inf)
-    ids = live.ids[choice.parent].at[:, index].set(choice.token)
-    return Live(choice.token, log_prob, ids), kept, choice.parent
+    log_prob = jnp.where(bound > finished.score[-1], choice.log_prob, -jnp.inf)
+    ids = alive.ids[choice.parent].at[:, index].set(choice.token)
+    return Alive(choice.token, log_prob, ids), finished, choice.parent
+
+
+class State(NamedTuple):
+    """The state of the loop over a batch; `index` counts the new tokens so far."""
+
+    index: Int[Array, ""]
+    alive: Alive
+    finished: Hypotheses
+    cache: Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The loop over new tokens.
+
+    reorder: None if hypotheses never compete, as greedily and in sampling.
+    advance: `advance` for a batch.
+    """
+
+    decode_step: DecodeStep
+    reorder: Reorder | None
+    advance: Callable[..., tuple[Alive, Hypotheses, Array]]
+
+    def step(self, rows: Row, state: State) -> State:
+        """Choose one more token for each hypothesis."""
+        logits, cache = self.decode_step(state.alive.token, state.cache)
+        logits = logits[:, : state.alive.token.shape[1]]
+        _check_vocabulary(logits.shape[-1])
+        alive, finished, parents = self.advance(
+            state.alive, state.finished, logits, rows, state.index
+        )
+        cache = cache if self.reorder is None else self.reorder(cache, parents)
+        return State(state.index + 1, alive, finished, cache)
+
+    def run(self, rows: Row, state: State, capacity: int, more_than: int = 0) -> State:
+        """Go on until `capacity` tokens, or no `more_than` this many sentences are alive."""
+        return jax.lax.while_loop(
+            lambda state: (_is_alive(state.alive).sum() > more_than) & (state.index < capacity),
+            partial(self.step, rows),
+            state,
+        )
 
 
 def search(
-    step: Step,
+    decode_step: DecodeStep,
     reorder: Reorder,
     cache: Cache,
     prefix: Prefix,
     max_length: Int[Array, " batch"],
     *,
     steps: int,
-    rooms: Sequence[int] = (),
-    grow: Grow | None = None,
+    capacities: Sequence[int] = (),
+    resize: Resize | None = None,
     beam_size: int,
     n_best: int = 1,
     length_penalty: float = 0.6,
@@ -179,35 +219,34 @@ def search(
     sampling: Sampling | None = None,
     key: Key[Array, " batch"] | None = None,
 ) -> Hypotheses:
-    """The best translations of each sentence: one loop, to be called inside a caller's `jax.jit`.
+    """Return the best translations of each sentence. Call it inside a `jax.jit` of your own.
 
-    `beam_size` 1 is greedy; more is beam search; with `sampling`, that many samples are drawn with
-    each sentence's own `key` (two may be the same; their log_prob is the model's, untempered). Of
-    these the `n_best` best by score are given. What a sentence gets depends neither on the
-    sentences beside it nor on `steps`, if that is enough.
+    `beam_size` 1 is greedy decoding; more is beam search. With `sampling`, `beam_size` samples are
+    drawn with each sentence's own `key`; two may be equal, and their log_prob is the model's,
+    untempered. The `n_best` best by score are returned. The result for a sentence depends neither
+    on the other sentences of the batch nor on `steps`, if that is enough.
 
-    max_length:     tokens of prefix, translation and EOS. Where only one more fits, it is EOS, at
-                    its own log-probability; so it is if the prefix leaves no place at all.
-    steps:          new tokens at most in any sentence, EOS included: the size of the result.
-    rooms:          new tokens that `cache` has places for, where that is less than `steps`, and
-                    will have each time that it is given to `grow`; at last for `steps`. Empty: for
-                    `steps` from the start.
+    max_length:     most tokens of prefix, translation and EOS. The last one is EOS, at its own
+                    log-probability, even if the prefix leaves no room for another token.
+    steps:          most new tokens of any sentence, EOS included: the size of the result.
+    capacities:     increasing numbers of new tokens below `steps`: the capacity of `cache`, and
+                    those it is resized to before it gets its last one, `steps`. Empty: `cache`
+                    has a capacity of `steps` from the start.
     length_penalty: alpha of `length_penalty`.
-    min_length:     tokens of prefix and translation before EOS may come; max_length wins over it.
+    min_length:     least tokens of prefix and translation before EOS; max_length takes precedence.
 
-    PAD, UNK and BOS are never chosen. What is left is not normalised again, so a log_prob is what
-    teacher forcing gives the same tokens. A NaN counts as -inf, and may take its
-    neighbours with it: a broken model finds nothing.
-    Raises ValueError for settings that make no sense.
+    PAD, UNK and BOS are never chosen. The rest is not renormalised, so a log_prob is what teacher
+    forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a broken model
+    finds nothing. Raises ValueError for contradictory settings.
 
-    Greedily, the likelier "4" (0.6) comes first, and then half of it ends. A beam of two finds that
-    "5" (0.4) ends for certain:
+    Greedy decoding takes the likelier "4" (0.6), half of which then ends. A beam of two finds that
+    "5" (0.4) is sure to end:
 
     >>> table = jnp.zeros((6, 6)).at[BOS, 4].set(0.6).at[BOS, 5].set(0.4)
     >>> table = jnp.log(table.at[4, EOS].set(0.5).at[4, 4].set(0.5).at[5, EOS].set(1.0))
-    >>> step = lambda tokens, cache: (table[tokens], cache)
+    >>> decode_step = lambda tokens, cache: (table[tokens], cache)
     >>> reorder = lambda cache, parents: cache
-    >>> begin = step, reorder, None, no_prefix(1), jnp.array([3])
+    >>> begin = decode_step, reorder, None, no_prefix(1), jnp.array([3])
     >>> for beam_size in (1, 2):
     ...     found = search(*begin, steps=3, beam_size=beam_size, length_penalty=0.0)
     ...     print(found.ids[0, 0], f"{jnp.exp(found.log_prob[0, 0]):.2f}")
@@ -216,87 +255,87 @@ def search(
     """
     _check_search(steps, beam_size, n_best, length_penalty, min_length)
     _check_sampling(sampling, key)
-    crossing = beam_size > 1 and sampling is None
-    choose = partial(choose_beam, beam_size=beam_size) if crossing else choose_greedy
-    if sampling is not None:
-        choose = partial(choose_random, sampling=sampling)
-    rules = {"choose": choose, "alpha": length_penalty, "min_length": min_length}
-    extend_all = jax.vmap(partial(extend, **rules), in_axes=(0, 0, 0, 0, None))
+    competing = beam_size > 1 and sampling is None
+    rules = {"alpha": length_penalty, "min_length": min_length}
+    rules["choose"] = _choice(beam_size, sampling)
+    advance_batch = jax.vmap(partial(advance, **rules), in_axes=(0, 0, 0, 0, None))
+    loop = _Loop(decode_step, reorder if competing else None, advance_batch)
     limit = jnp.clip(max_length - prefix.length, 1, steps)
     rows = Row(prefix.length, limit, None if sampling is None else key)
-
-    def advance(rows, state):
-        index, live, kept, cache = state
-        logits, cache = step(live.token, cache)
-        logits = logits[:, : live.token.shape[1]]
-        _check_vocabulary(logits.shape[-1])
-        live, kept, parents = extend_all(live, kept, logits, rows, index)
-        return index + 1, live, kept, reorder(cache, parents) if crossing else cache
-
-    def go_on(rows, state, more_than=0, room=steps):
-        return jax.lax.while_loop(
-            lambda state: (_is_live(state[1]).sum() > more_than) & (state[0] < room),
-            partial(advance, rows),
-            state,
-        )
-
-    # Where hypotheses compete, there is but one to begin with: others would be the same again.
-    first = 1 if crossing else beam_size
-    state = jnp.int32(0), *_begin(prefix, steps, first, n_best), cache
-    if crossing:
-        state = advance(rows, state)
+    # Where hypotheses compete, there is one to begin with: others would be its copies.
+    state = State(
+        jnp.int32(0), *_begin(prefix, steps, 1 if competing else beam_size, n_best), cache
+    )
+    if competing:
+        state = loop.step(rows, state)
     batch = prefix.last.shape[0]
     few = min(max(FEW, -(-batch // 4)), batch)
-    # A batch of few stays in its room, which is smaller.
-    enough = few if few < batch else 0
-    rooms = [room for room in rooms if room < steps]
-    for number, room in enumerate(rooms or [steps]):
+    leave = few if few < batch else 0
+    capacities = [capacity for capacity in capacities if capacity < steps]
+    for number, capacity in enumerate(capacities or [steps]):
         if number:
-            state = *state[:3], grow(state[3], room)
-        state = go_on(rows, state, enough, room)
-    index, live, kept, cache = state
-    if not rooms and not enough:
-        return kept
-    is_live = _is_live(live)
-    live_first = jnp.argsort(~is_live)
+            state = state._replace(cache=resize(state.cache, capacity))
+        state = loop.run(rows, state, capacity, leave)
+    if not capacities and not leave:
+        return state.finished
+    # Few sentences stay in the present capacity for a while if all of it would cost more.
+    wait = leave and capacities and few * steps > batch * capacities[-1]
+    stages = [capacities[-1]] * bool(wait) + [steps]
+    return _finish_in_groups(loop, rows, state, few, stages, resize if capacities else None)
 
-    def finish_few(finished):
-        number, all_kept = finished
-        # Clamped at the end: the last few may be searched twice, with the same result.
-        chosen = jax.lax.dynamic_slice_in_dim(live_first, number * few, few)
-        own_rows, *own = _pick((rows, live, kept, cache), chosen)
-        own = index, *own
-        if enough and rooms and few * steps > batch * rooms[-1]:
-            own = go_on(own_rows, own, room=rooms[-1])  # all the room would cost more than it saves
-        if rooms:
-            own = *own[:3], grow(own[3], steps)
-        own_kept = go_on(own_rows, own)[2]
-        all_kept = jax.tree.map(lambda all, own: all.at[chosen].set(own), all_kept, own_kept)
-        return number + 1, all_kept
+
+def _finish_in_groups(
+    loop: _Loop, rows: Row, state: State, few: int, stages: list[int], resize: Resize | None
+) -> Hypotheses:
+    """Finish the alive sentences `few` at a time, and return all finished hypotheses."""
+    is_alive = _is_alive(state.alive)
+    alive_first = jnp.argsort(~is_alive)
+
+    def finish_group(progress: tuple[Array, Hypotheses]) -> tuple[Array, Hypotheses]:
+        number, all_finished = progress
+        # Clamped at the end: a sentence may be searched twice, with the same result.
+        chosen = jax.lax.dynamic_slice_in_dim(alive_first, number * few, few)
+        own_rows, own = _select((rows, state), chosen)
+        for capacity in stages:
+            if resize is not None and capacity == stages[-1]:
+                own = own._replace(cache=resize(own.cache, capacity))
+            own = loop.run(own_rows, own, capacity)
+        all_finished = jax.tree.map(
+            lambda everyone, group: everyone.at[chosen].set(group), all_finished, own.finished
+        )
+        return number + 1, all_finished
 
     return jax.lax.while_loop(
-        lambda finished: finished[0] * few < is_live.sum(), finish_few, (jnp.int32(0), kept)
+        lambda progress: progress[0] * few < is_alive.sum(),
+        finish_group,
+        (jnp.int32(0), state.finished),
     )[1]
 
 
-def _is_live(live: Live) -> Bool[Array, " batch"]:
-    """Whether any hypothesis of a sentence goes on."""
-    return (live.log_prob > -jnp.inf).any(axis=-1)
+def _choice(beam_size: int, sampling: Sampling | None) -> Callable[..., Choice]:
+    if sampling is not None:
+        return partial(choose_random, sampling=sampling)
+    return choose_greedy if beam_size == 1 else partial(choose_beam, beam_size=beam_size)
 
 
-def _pick(tree: Any, sentences: Int[Array, " few"]) -> Any:
-    """The rows of these sentences; a scalar is of all."""
+def _is_alive(alive: Alive) -> Bool[Array, " batch"]:
+    """Whether any hypothesis of a sentence is alive."""
+    return (alive.log_prob > -jnp.inf).any(axis=-1)
+
+
+def _select(tree: Any, sentences: Int[Array, " few"]) -> Any:
+    """Return the rows of these sentences; scalars are shared."""
     return jax.tree.map(lambda leaf: leaf[sentences] if leaf.ndim else leaf, tree)
 
 
-def _begin(prefix: Prefix, steps: int, live: int, n_best: int) -> tuple[Live, Hypotheses]:
-    """Nothing written, nothing kept."""
+def _begin(prefix: Prefix, steps: int, slots: int, n_best: int) -> tuple[Alive, Hypotheses]:
+    """Return the initial hypotheses, with nothing finished."""
     batch = prefix.last.shape[0]
-    token = jnp.broadcast_to(prefix.last[:, None], (batch, live))
-    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, live))
+    token = jnp.broadcast_to(prefix.last[:, None], (batch, slots))
+    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, slots))
     nothing = jnp.full((batch, n_best), -jnp.inf)
-    kept = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
-    return Live(token, log_prob, jnp.full((batch, live, steps), PAD, jnp.int32)), kept
+    finished = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
+    return Alive(token, log_prob, jnp.full((batch, slots, steps), PAD, jnp.int32)), finished
 
 
 def _check_search(
@@ -344,8 +383,8 @@ def _check_sampling(sampling: Sampling | None, key: Key[Array, " batch"] | None)
 
 
 def _check_vocabulary(vocab: int) -> None:
-    if vocab <= FIRST_WORD:
+    if vocab <= FIRST_REGULAR_ID:
         raise ValueError(
-            f"step must offer more than the {FIRST_WORD} special tokens, or there is no word to "
-            f"choose; got {vocab} logits."
+            "decode_step must return logits of more than the special tokens, which are "
+            f"{FIRST_REGULAR_ID}; got {vocab}."
         )

@@ -1,43 +1,35 @@
 """From lines of text to lines of text, with a trained model."""
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
+from flax import linen as nn
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
-from flaxformer_min.decoding.batching import (
-    BATCHES,
-    LENGTHS,
-    LONGEST_PREFIX,
-    ON_ONE_CORE,
-    PLACES,
-    Options,
-    _bucket,
-    _padded,
-    _score,
-    _search,
-)
+from flaxformer_min.decoding.batching import LONGEST_PREFIX, BatchRunner, Options
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runtime.devices import replicate
+from flaxformer_min.runs.folder import Restored, RunFolder
+from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
+
+LOGGER = logging.getLogger("flaxformer_min")
+
+DECODING_METHODS = ("encode", "precompute_cross_attention", "prefill", "decode_step")
+"""What a search calls, beside `hidden_states` and `logits` for scores (see docs/extending.md)."""
 
 
 class Translation(NamedTuple):
     """One hypothesis for a line.
 
-    text:     without the tokens' seams.
-    log_prob: of the whole, in nats, EOS included.
-    score:    log_prob over the length penalty; what hypotheses are ordered by.
+    text:     detokenized.
+    log_prob: of the whole translation in nats, EOS included.
+    score:    log_prob / length penalty, by which hypotheses are ordered.
     """
 
     text: str
@@ -46,9 +38,9 @@ class Translation(NamedTuple):
 
 
 class PairScore(NamedTuple):
-    """How likely a model finds a given translation.
+    """The probability of a given translation.
 
-    tokens:    the pieces of the target, EOS last.
+    tokens:    pieces of the target, EOS last.
     log_probs: of each of them, in nats.
     """
 
@@ -62,11 +54,11 @@ class PairScore(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """What attended to what, [layers heads queries keys] each; a row sums to one.
+    """Attention weights, [layers heads queries keys] each; rows sum to one.
 
     source_tokens: queries and keys of `encoder`, keys of `cross`.
-    target_tokens: queries of `decoder` and `cross`: the token that is written.
-    read_tokens:   keys of `decoder`: the tokens read so far, from BOS on.
+    target_tokens: queries of `decoder` and `cross`: the token being predicted.
+    read_tokens:   keys of `decoder`: the target shifted right, from BOS on.
     """
 
     encoder: np.ndarray
@@ -78,16 +70,13 @@ class Attention(NamedTuple):
 
 
 class Translator:
-    """A model, or several that decide together, and the tokenizers of their languages.
+    """One model, or an ensemble of several, with the tokenizers of both languages.
 
-    All devices of this machine are used: a batch is split among its accelerators, while on a CPU
-    each core that jax made a device has a batch of its own and waits for no other. What is said of
-    a line does not depend on the lines beside it. `compilations` counts the programs compiled so
-    far, `steps` names the checkpoints it was loaded from, and `means` says which of them stand for
-    a mean up to that step.
+    All local devices are used. The translation of a line does not depend on the other lines.
+    `restored` names the checkpoints that `load` restored.
 
-    Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model that knows
-    the ten digits answers with digits, and leaves an empty line empty:
+    Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model of the ten
+    digits translates to digits, and an empty line to an empty one:
 
     >>> class Digits:
     ...     encode_batch = lambda self, texts: [[*(4 + int(c) for c in t), EOS] for t in texts]
@@ -95,7 +84,7 @@ class Translator:
     >>> config = ModelConfig(vocab_size=14, num_layers=1, d_model=8, d_ff=8, num_heads=2)
     >>> batch = Batch(*(one_sentence_per_row(jnp.array([[4, EOS]])),) * 2)
     >>> params = Transformer(config).init(jax.random.key(0), batch)["params"]
-    >>> translator = Translator([config], [params], (Digits(), Digits()))
+    >>> translator = Translator([Transformer(config)], [params], (Digits(), Digits()))
     >>> number, empty = translator.translate(["12", ""], beam_size=1, max_extra_tokens=4)
     >>> number.isdigit(), empty
     (True, '')
@@ -103,44 +92,34 @@ class Translator:
 
     def __init__(
         self,
-        configs: Sequence[ModelConfig],
+        models: Sequence[nn.Module],
         params: Sequence[Any],
         tokenizers: tuple[Any, Any],
         decoding: DecodingConfig | None = None,
+        max_positions: int = 0,
     ):
-        """`configs` and `params` of one model each; the tokenizers of source and target."""
-        # A search writes few tokens at a time, whose weights are small, and `attention` shows them.
-        self.models = [
-            Transformer(dataclasses.replace(config, attention="explicit")) for config in configs
-        ]
+        """Take models with the parameters of each, and the source and target tokenizers.
+
+        `max_positions` limits sentences to the positions that the models have learned; 0: no limit.
+        """
+        self.models = [_with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers
         self.decoding = decoding or DecodingConfig()
-        devices = jax.local_devices()
-        on_cpu = devices[0].platform == "cpu"
-        # Cores share one device: its program is compiled once, and weights lie in the cache once.
-        self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
-        self.compilations = 0
-        self.steps: list[int] = []
-        self.means: list[bool] = []
-        self._programs: dict[Any, Callable] = {}
-        self.use_params(params)
+        self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
+        self.restored: list[Restored] = []
 
     @classmethod
     def load(
-        cls,
-        *runs: str | Path,
-        step: int | None = None,
-        warn: Callable[[str], None] = warnings.warn,
+        cls, *runs: str | Path, step: int | None = None, model: nn.Module | None = None
     ) -> "Translator":
-        """The model that a run left; several runs with one vocabulary decide together.
+        """Load the model of a run, or an ensemble of several runs with the same vocabulary.
 
-        It restores what `RunFolder.params` says: the mean of the last checkpoints where one was
-        kept, else the best by validation; or that of `step`. Nothing in the folder is executed.
-        Raises ValueError for what is no run, holds no whole checkpoint, or has another vocabulary
-        than the first.
+        Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
+        kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
+        executed. A run that was trained with `train(model=...)` needs the same `model`. Raises
+        ValueError for a folder that is no run or has no intact checkpoint, and for different
+        vocabularies.
         """
-        from flaxformer_min.runs.folder import RunFolder
-
         if not runs:
             raise ValueError("a translator needs at least one run folder; got none.")
         folders = [RunFolder(run) for run in runs]
@@ -148,26 +127,28 @@ class Translator:
         for folder, other in zip(folders, tokenizers, strict=True):
             if other != tokenizers[0]:
                 raise ValueError(
-                    "models that decide together must have the same vocabulary; that of "
-                    f"{folder.path} is not that of {folders[0].path}. Train both with one."
+                    "the models of an ensemble must have the same vocabulary; that of "
+                    f"{folder.path} differs from that of {folders[0].path}. Train both with one."
                 )
-        restored = [folder.params(step, warn) for folder in folders]
+        configs = [folder.model_config() for folder in folders]
+        models = [_model_of(each, model, folders[0].path) for each in configs]
+        restored = [folder.params(step) for folder in folders]
         translator = cls(
-            [folder.model_config() for folder in folders],
+            models,
             [each.params for each in restored],
             tokenizers[0],
             folders[0].config().decoding,
+            min((each.max_positions for each in configs if each.max_positions), default=0),
         )
-        translator.steps = [each.step for each in restored]
-        translator.means = [each.is_mean for each in restored]
+        translator.restored = restored
         return translator
 
     def use_params(self, params: Sequence[Any]) -> None:
-        """Go on with other parameters of the same models, keeping what is compiled."""
-        self.params = replicate(list(params), self.devices)
+        """Replace the parameters of the models, keeping the compiled programs."""
+        self.runner.use_params(params)
 
     def options(self, **changes: Any) -> Options:
-        """The run's own way of searching, with `changes`."""
+        """Return the search options of the run, with `changes`."""
         settings = {
             field.name: getattr(self.decoding, field.name)
             for field in dataclasses.fields(Options)
@@ -176,11 +157,11 @@ class Translator:
         return Options(**{**settings, **changes})
 
     def translate(
-        self, lines: Sequence[str], *, stop: Callable[[], bool] = bool, **options: Any
+        self, lines: Sequence[str], *, stop: StopCheck = None, **options: Any
     ) -> list[str]:
-        """The best translation of each line; an empty line gives an empty one.
+        """Return the best translation of each line; an empty line gives an empty one.
 
-        `options` are fields of `Options`, and `stop` is that of `hypotheses`.
+        `options` are fields of `Options`; `stop` as for `hypotheses`.
         """
         found = self.hypotheses(lines, self.options(**options), stop=stop)
         return [best[0].text for best in found]
@@ -192,14 +173,13 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         *,
         first_line: int = 1,
-        warn: Callable[[str], None] = warnings.warn,
-        stop: Callable[[], bool] = bool,
+        stop: StopCheck = None,
     ) -> list[list[Translation]]:
-        """The `n_best` translations of each line, best first; of an empty line, one empty one.
+        """Return the `n_best` translations of each line, best first; one empty one for no text.
 
-        `prefixes` are how translations must begin, "" where they need not. A source of more tokens
-        than the last of `LENGTHS` is cut and named to `warn`, counted from `first_line`. Raises
-        KeyboardInterrupt between two batches once `stop()`.
+        `prefixes` are how translations must begin, "" for no constraint. A source with more tokens
+        than the last of `batching.LENGTHS` is truncated and logged as a warning, with its number
+        counted from `first_line`. Raises Stopped between two batches once `stop()`.
         """
         _check_list("lines", lines)
         _check_list("prefixes", prefixes)
@@ -208,21 +188,15 @@ class Translator:
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
             )
         encoded = self.source_tokenizer.encode_batch(list(lines))
-        sources = self._cut(encoded, "line", first_line, warn)
-        forced = self._cut_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
+        sources = self._truncate(encoded, "line", first_line)
+        forced = self._encode_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         wanted = [number for number, line in enumerate(lines) if line.strip()]
-        lengths = [len(ids) for ids in sources]
-
-        def search(batch: list[int]) -> Callable[[], Hypotheses]:
-            lines = [first_line + i for i in batch]
-            return self._search(
-                [sources[i] for i in batch], [forced[i] for i in batch], lines, options
-            )
-
-        for batch, found in self._run_all(search, self._batches(wanted, lengths), stop):
-            for row, number in enumerate(batch):
-                results[number] = self._readable(found, row, forced[number])
+        by_line = {first_line + number: sources[number] for number in wanted}
+        forced_by_line = {first_line + number: forced[number] for number in wanted}
+        for batch, found in self.runner.search(by_line, forced_by_line, options, stop):
+            for row, line in enumerate(batch):
+                results[line - first_line] = self._to_text(found, row, forced_by_line[line])
         return results
 
     def score(
@@ -230,13 +204,11 @@ class Translator:
         pairs: Sequence[tuple[str, str]],
         *,
         first_line: int = 1,
-        warn: Callable[[str], None] = warnings.warn,
-        stop: Callable[[], bool] = bool,
+        stop: StopCheck = None,
     ) -> list[PairScore]:
-        """How likely each target is, given its source: per token, EOS included.
+        """Return the log-probability of each target given its source, per token, EOS included.
 
-        What is longer than the last of `LENGTHS` is cut; `warn`, `first_line` and `stop` are those
-        of `hypotheses`.
+        Longer texts are truncated as by `hypotheses`; `first_line` and `stop` are the same, too.
         """
         if any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
             raise ValueError(
@@ -247,79 +219,70 @@ class Translator:
             tokenizer.encode_batch([pair[side] for pair in pairs])
             for side, tokenizer in enumerate((self.source_tokenizer, self.target_tokenizer))
         ]
-        sources = self._cut(encoded[0], "line", first_line, warn)
-        targets = self._cut(encoded[1], "target line", first_line, warn)
+        sources = self._truncate(encoded[0], "line", first_line)
+        targets = self._truncate(encoded[1], "target line", first_line)
         results: list[PairScore | None] = [None] * len(pairs)
-        lengths = [max(len(a), len(b)) for a, b in zip(sources, targets, strict=True)]
-
-        def score(batch: list[int]) -> Callable[[], np.ndarray]:
-            rows = self._rows(len(batch), max(lengths[i] for i in batch))
-            source = _padded([sources[i] for i in batch], rows, LENGTHS)
-            target = _padded([targets[i] for i in batch], rows, LENGTHS)
-            return self._program("score", _score, source, target)
-
-        batches = self._batches(range(len(pairs)), lengths)
-        for batch, log_probs in self._run_all(score, batches, stop):
+        both = list(zip(sources, targets, strict=True))
+        for batch, log_probs in self.runner.score(both, stop):
             for row, number in enumerate(batch):
                 ids = targets[number]
                 of_row = log_probs[row, : len(ids)].astype(float).tolist()
                 results[number] = PairScore(self.target_tokenizer.pieces(ids), of_row)
         return results
 
-    def attention(
-        self,
-        source: str,
-        target: str | None = None,
-        *,
-        warn: Callable[[str], None] = warnings.warn,
-    ) -> Attention:
-        """What attends to what while `target` is written, by default the model's own translation.
+    def attention(self, source: str, target: str | None = None) -> Attention:
+        """Return all attention weights while `target` is predicted (default: the translation).
 
-        What is longer than the last of `LENGTHS` is cut, and `warn` told. Raises ValueError for
-        several models, which have no attention in common.
+        Longer texts are truncated as by `hypotheses`. Raises ValueError for an ensemble, whose
+        models have no attention in common.
         """
         if len(self.models) > 1:
             raise ValueError(f"attention is that of one model; got {len(self.models)}.")
-        source_ids = self._cut(self.source_tokenizer.encode_batch([source]), "line", 1, warn)[0]
+        source_ids = self._truncate(self.source_tokenizer.encode_batch([source]), "line", 1)[0]
         if target is None:
-            found = self.hypotheses([source], self.options(), warn=lambda said: None)
-            target = found[0][0].text
+            target = self._best_text(source_ids) if source.strip() else ""
         encoded = self.target_tokenizer.encode_batch([target])
-        target_ids = self._cut(encoded, "target line", 1, warn)[0]
+        target_ids = self._truncate(encoded, "target line", 1)[0]
         both = [one_sentence_per_row(jnp.array([ids])) for ids in (source_ids, target_ids)]
         _, state = self.models[0].apply(
-            {"params": self.params[0]}, Batch(*both), mutable=["intermediates"]
+            {"params": self.runner.params[0]}, Batch(*both), mutable=["intermediates"]
         )
         sown = state["intermediates"]
 
-        def gather(stack: str, box: str) -> np.ndarray:
+        def stack(side: str, box: str) -> np.ndarray:
             layers = range(self.models[0].config.num_layers)
-            of_layer = [sown[stack][f"layer_{number}"][box]["weights"][0][0] for number in layers]
+            of_layer = [sown[side][f"layer_{number}"][box]["weights"][0][0] for number in layers]
             return np.stack([np.asarray(weights, np.float32) for weights in of_layer])
 
-        written = self.target_tokenizer.pieces(target_ids)
+        predicted = self.target_tokenizer.pieces(target_ids)
         return Attention(
-            gather("encoder", "self_attention"),
-            gather("decoder", "self_attention"),
-            gather("decoder", "cross_attention"),
+            stack("encoder", "self_attention"),
+            stack("decoder", "self_attention"),
+            stack("decoder", "cross_attention"),
             self.source_tokenizer.pieces(source_ids),
-            written,
-            ["<s>", *written[:-1]],
+            predicted,
+            ["<s>", *predicted[:-1]],
         )
 
-    def _cut(
-        self, sentences: list[list[int]], what: str, first_line: int, warn: Callable
-    ) -> list[list[int]]:
+    def _best_text(self, source: list[int]) -> str:
+        ((_, found),) = self.runner.search({1: source}, {1: []}, self.options())
+        return self._to_text(found, 0, [])[0].text
+
+    def _truncate(self, sentences: list[list[int]], what: str, first_line: int) -> list[list[int]]:
+        longest = self.runner.lengths[-1]
         for number, ids in enumerate(sentences):
-            if len(ids) > LENGTHS[-1]:
-                warn(
-                    f"{what} {first_line + number} has {len(ids):,} tokens; only its first "
-                    f"{LENGTHS[-1] - 1:,} are read."
+            if len(ids) > longest:
+                LOGGER.warning(
+                    "%s %d has %s tokens; only its first %s are read.",
+                    what,
+                    first_line + number,
+                    f"{len(ids):,}",
+                    f"{longest - 1:,}",
                 )
-                sentences[number] = [*ids[: LENGTHS[-1] - 1], EOS]
+                sentences[number] = [*ids[: longest - 1], EOS]
         return sentences
 
-    def _cut_prefixes(
+    def _encode_prefixes(
         self,
         prefixes: Sequence[str],
         sources: list[list[int]],
@@ -338,98 +301,7 @@ class Translator:
                 )
         return forced
 
-    def _batches(self, numbers: Sequence[int], lengths: list[int]) -> Iterator[list[int]]:
-        """Longest first, so that sentences of about one length share a batch.
-
-        Few sentences are shared out among the cores; a batch that is not full costs as much.
-        """
-        waiting = sorted(numbers, key=lambda number: (-lengths[number], number))
-        share = -(-len(waiting) // self.cores)
-        while waiting:
-            size = self._rows(share, lengths[waiting[0]])
-            yield waiting[:size]
-            waiting = waiting[size:]
-
-    def _run_all(
-        self,
-        prepare: Callable[[list[int]], Callable[[], Any]],
-        batches: Iterable[list[int]],
-        stop: Callable[[], bool],
-    ) -> Iterator[tuple[list[int], Any]]:
-        """Each batch and what its prepared program gives; the next ones run while it is read."""
-        waiting: list[tuple[list[int], Future]] = []
-        pool = ThreadPoolExecutor(self.cores)
-        try:
-            for batch in batches:
-                if stop():
-                    raise KeyboardInterrupt
-                waiting.append((batch, pool.submit(prepare(batch))))
-                if len(waiting) > self.cores:
-                    batch, running = waiting.pop(0)
-                    yield batch, running.result()
-            for batch, running in waiting:
-                yield batch, running.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        pool.shutdown()
-
-    def _rows(self, sentences: int, longest: int) -> int:
-        """Rows a batch is padded to: a few sizes on each device, and `PLACES` at most."""
-        full = min(self.decoding.batch_size, max(PLACES // _bucket(longest, LENGTHS), 1))
-        sizes = [*(size for size in BATCHES if size < full), full]
-        each = min(-(-sentences // len(self.devices)), full)
-        return _bucket(each, sizes) * len(self.devices)
-
-    def _search(
-        self, sources: list[list[int]], forced: list[list[int]], lines: list[int], options: Options
-    ) -> Callable[[], Hypotheses]:
-        rows = self._rows(len(sources), max(map(len, sources)))
-        source = _padded(sources, rows, LENGTHS)
-        # Left out where nobody has one: an array of no size crashes the compiler of jax 0.11.
-        prefix = [_padded(forced, rows, (*LENGTHS, LONGEST_PREFIX))] if any(forced) else []
-        # A row that is only padding is through after one step.
-        limit = [len(ids) + options.max_extra_tokens for ids in sources] + [1] * (rows - len(lines))
-        numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
-        seeds = np.zeros((rows, 1), np.uint32)
-        if options.sampling is not None:
-            # Given to the program and no part of it, or each seed would be compiled.
-            key = jax.random.key_data(jax.random.key(options.seed))
-            seeds = np.broadcast_to(key, (rows, *key.shape))
-        options = dataclasses.replace(options, seed=0)
-        arrays = source, np.array(limit, np.int32), numbers, seeds, *prefix
-        return self._program(options, partial(_search, options=options), *arrays)
-
-    def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
-        """A program that is compiled for these arrays, whose rows are split between all devices."""
-        devices = len(self.devices)
-        split = [
-            array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
-        ]
-        shape = (name, *(array.shape for array in arrays))
-        if shape not in self._programs:
-            self._programs[shape] = self._compiled(partial(program, self.models), split)
-            self.compilations += 1
-
-        def run() -> Any:
-            result = jax.device_get(self._programs[shape](self.params, *split))
-            return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
-
-        return run
-
-    def _compiled(self, program: Callable, arrays: list[np.ndarray]) -> Callable:
-        in_axes = (None, *[0] * len(arrays))
-        mapped = jax.pmap(program, "devices", in_axes=in_axes, devices=self.devices)
-        try:
-            lowered = mapped.lower(self.params, *arrays)
-        except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
-            raise ValueError(
-                "settings, tokenizers and checkpoint must be those of one run; "
-                f"{str(error).partition(' (http')[0]} Copy back the files that were made together."
-            ) from error
-        return lowered.compile(ON_ONE_CORE if self.cores > 1 else None)
-
-    def _readable(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
+    def _to_text(self, found: Hypotheses, row: int, forced: list[int]) -> list[Translation]:
         return [
             Translation(
                 self.target_tokenizer.decode([*forced, *ids]), float(log_prob), float(score)
@@ -439,6 +311,37 @@ class Translator:
             )
             if np.isfinite(log_prob)
         ] or [Translation("", float("-inf"), float("-inf"))]
+
+
+def _model_of(config: ModelConfig, model: nn.Module | None, run: Path) -> nn.Module:
+    """Return the model that a run was trained with."""
+    needed, given = config.architecture, type(model).__name__ if model is not None else ""
+    if needed != given:
+        raise ValueError(
+            f"{run} was trained with {needed or 'the Transformer of this package'}; got model="
+            f"{given or None}. "
+            + (
+                "Give the same model: Translator.load(run, model=...)."
+                if needed
+                else "Leave it out."
+            )
+        )
+    return Transformer(config) if model is None else fit_model(model, config)
+
+
+def fit_model(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """Return the model with the run's own sizes, if it is built from a `ModelConfig`."""
+    if isinstance(getattr(model, "config", None), ModelConfig):
+        return model.clone(config=config)
+    return model
+
+
+def _with_explicit_attention(model: nn.Module) -> nn.Module:
+    """A search computes few queries at a time, and `attention` shows the weights."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        return model
+    return model.clone(config=dataclasses.replace(config, attention="explicit"))
 
 
 def _check_list(name: str, texts: Sequence[str] | None) -> None:

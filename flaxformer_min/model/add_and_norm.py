@@ -1,4 +1,4 @@
-"""The box "Add & Norm" around every sub-layer (sections 3.1 and 5.4)."""
+"""Residual connection and layer norm around each sub-layer (sections 3.1 and 5.4)."""
 
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -10,7 +10,7 @@ EPSILON = 1e-6
 
 
 class AddAndNorm(nn.Module):
-    """The residual sum around a sub-layer, and where its layer norm stands.
+    """The residual connection around a sub-layer, with its dropout and layer norm.
 
     norm="post", the paper:                 LayerNorm(x + Dropout(Sublayer(x)))
     norm="pre" (Xiong et al. 2020):         x + Dropout(Sublayer(LayerNorm(x)))
@@ -21,17 +21,17 @@ class AddAndNorm(nn.Module):
     config: ModelConfig
 
     def setup(self):
-        """One norm, before or after."""
+        """Create the norm and the dropout."""
         self.norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
         self.dropout = Dropout(self.config.dropout)
 
     def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
-        """What the sub-layer reads."""
+        """Return the input of the sub-layer."""
         return self.norm(x) if self.config.norm == "pre" else x
 
     def add(
         self, x: Float[Array, "*batch d_model"], output: Float[Array, "*batch d_model"]
     ) -> Float[Array, "*batch d_model"]:
-        """What the next sub-layer gets: `x` and the sub-layer's `output` together."""
+        """Return the residual sum of `x` and the sub-layer's `output`, normed if post-norm."""
         total = x + self.dropout(output)
         return total if self.config.norm == "pre" else self.norm(total)

@@ -1,4 +1,4 @@
-"""The box "Scaled Dot-Product Attention" (figure 2, section 3.2.1): the maths, for one head."""
+"""Scaled dot-product attention (figure 2, section 3.2.1): pure functions of one head."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ def attention_weights(
     key: Float[Array, "keys d_k"],
     mask: Bool[Array, "queries keys"],
 ) -> Float[Array, "queries keys"]:
-    """How much each query attends to each key: softmax(Q Kᵀ / √d_k), equation 1.
+    """Return how much each query attends to each key: softmax(Q Kᵀ / √d_k), equation 1.
 
     Rows sum to one; a masked key gets exactly zero; a query that may attend to nothing gets zeros,
     and finite gradients. The softmax is taken in float32 whatever the inputs are.
@@ -32,9 +32,9 @@ def scaled_dot_product_attention(
     value: Float[Array, "keys d_v"],
     mask: Bool[Array, "queries keys"],
 ) -> tuple[Float[Array, "queries d_v"], Float[Array, "queries keys"]]:
-    """Each query's mean of the values, weighted by how much it attends to their keys; equation 1.
+    """Return the mean of the values for each query, weighted by attention, and the weights.
 
-    Returns the output and the weights. Written for one head of one sentence;
+    Equation 1. Written for one head of one sentence;
     `batched_scaled_dot_product_attention` is the same for all heads of all sentences.
 
     >>> import jax.numpy as jnp
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
     return weights @ value, weights
 
 
-# heads stand before places: [heads length d_k]; weights come as [heads queries keys]
+# The head axis comes first: [heads length d_k]; weights are [heads queries keys].
 weights_of_all_heads = jax.vmap(attention_weights, in_axes=(0, 0, None))
 batched_attention_weights = jax.jit(jax.vmap(weights_of_all_heads))
 batched_weighted_sum = jax.jit(jax.vmap(jax.vmap(jnp.matmul)))
@@ -61,7 +61,7 @@ batched_scaled_dot_product_attention = jax.jit(
 
 
 BLOCK = 128
-"""Queries whose weights are in memory at a time, where rows are longer than that."""
+"""Queries per block: longer rows hold the weights of one block in memory at a time."""
 
 
 def attention_by_blocks(
@@ -70,10 +70,11 @@ def attention_by_blocks(
     value: Float[Array, "batch heads keys d_k"],
     mask: Bool[Array, "batch queries keys"],
 ) -> Float[Array, "batch heads queries d_k"]:
-    """The output of `batched_scaled_dot_product_attention`, `BLOCK` queries after the other.
+    """Compute the output of `batched_scaled_dot_product_attention` for `BLOCK` queries at a time.
 
-    Weights grow with the square of a row. Here those of one block are in memory at a time, and are
-    computed again on the way back (Rabe and Staats 2021). `BLOCK` must divide the queries.
+    Attention weights grow with the square of the row length. Only those of one block are in memory
+    at a time, and the backward pass recomputes them (Rabe and Staats 2021). `BLOCK` must divide the
+    number of queries.
     """
     parts = query.shape[2] // BLOCK
     queries = jnp.stack(jnp.split(query, parts, axis=2))
@@ -92,70 +93,70 @@ def fused_attention(
     value: Float[Array, "batch heads keys d_k"],
     mask: Bool[Array, "batch queries keys"],
 ) -> Float[Array, "batch heads queries d_k"]:
-    """The output of `batched_scaled_dot_product_attention`, whose weights nobody sees.
+    """Compute the output of `batched_scaled_dot_product_attention` without returning the weights.
 
-    On an NVIDIA GPU it is cuDNN's flash attention (Dao et al. 2022), where that serves: weights are
-    computed block by block and never stored. Elsewhere XLA computes equation 1 as written above.
+    Where cuDNN supports the shapes, an NVIDIA GPU uses flash attention (Dao et al. 2022), which
+    computes the weights block by block and never stores them. Elsewhere XLA computes equation 1.
     """
-    flash = _flash_attention_serves(query, key)
+    flash = _cudnn_supports(query, key)
     output = jax.nn.dot_product_attention(
         *(x.swapaxes(1, 2) for x in (query, key, value)),
         mask=mask[:, None],
         implementation="cudnn" if flash else "xla",
     )
-    # For a query that may attend to nothing it takes the mean of all values.
+    # jax.nn returns the mean of all values for a query that may attend to nothing.
     attends = mask.any(axis=-1)[:, None, :, None]
     return jnp.where(attends, output.swapaxes(1, 2), 0)
 
 
-def _flash_attention_serves(query: Array, key: Array) -> bool:
-    """Whether cuDNN is there and takes [batch heads places d_k] of this kind: it refuses others."""
-    places_are_even = query.shape[2] % 2 == key.shape[2] % 2 == 0
+def _cudnn_supports(query: Array, key: Array) -> bool:
+    """Whether cuDNN is present and accepts this shape [batch heads length d_k] and dtype."""
+    lengths_are_even = query.shape[2] % 2 == key.shape[2] % 2 == 0
     heads_fit = query.shape[3] % 8 == 0 and query.shape[3] <= 128
     on_nvidia = "cuda" in jax.local_devices()[0].client.platform_version
-    return on_nvidia and query.dtype == jnp.bfloat16 and places_are_even and heads_fit
+    return on_nvidia and query.dtype == jnp.bfloat16 and lengths_are_even and heads_fit
 
 
 class KeyValue(NamedTuple):
-    """What is attended to. In training: a sentence. In decoding: what was written so far.
+    """Keys and values to attend to: of a sentence in training, of the tokens so far in decoding.
 
-    Keys are kept as Kᵀ, as equation 1 reads them: a step of decoding would otherwise transpose all
-    that was written before it, which costs a CPU more than attention itself.
+    Keys are stored transposed, as equation 1 reads them. A decoding step would otherwise transpose
+    the whole cache, which costs a CPU more than attention itself.
     """
 
-    transposed_keys: Float[Array, "batch heads d_k places"]
-    values: Float[Array, "batch heads places d_k"]
+    transposed_keys: Float[Array, "batch heads d_k positions"]
+    values: Float[Array, "batch heads positions d_k"]
 
     @classmethod
     def of(
         cls,
-        keys: Float[Array, "batch heads places d_k"],
-        values: Float[Array, "batch heads places d_k"],
+        keys: Float[Array, "batch heads positions d_k"],
+        values: Float[Array, "batch heads positions d_k"],
     ) -> "KeyValue":
-        """From keys and values that lie in the same way."""
+        """Build from keys and values of the same layout."""
         return cls(keys.swapaxes(2, 3), values)
 
     @property
-    def keys(self) -> Float[Array, "batch heads places d_k"]:
-        """Beside the values."""
+    def keys(self) -> Float[Array, "batch heads positions d_k"]:
+        """Return the keys in the layout of the values."""
         return self.transposed_keys.swapaxes(2, 3)
 
-    def write(self, new: "KeyValue", place: Int[Array, ""]) -> "KeyValue":
-        """The same, with `new` from `place` on.
+    def store(self, new: "KeyValue", position: Int[Array, ""]) -> "KeyValue":
+        """Return a copy with `new` stored from `position` on.
 
         >>> empty, new = (KeyValue.of(*(jnp.full((1, 1, n, 1), n - 1.0),) * 2) for n in (1, 2))
-        >>> empty.grow(2).write(new, jnp.int32(1)).values.ravel()
+        >>> empty.pad(2).store(new, jnp.int32(1)).values.ravel()
         Array([0., 1., 1.], dtype=float32)
         """
         update = jax.lax.dynamic_update_slice_in_dim
         return KeyValue(
-            update(self.transposed_keys, new.transposed_keys, place, axis=3),
-            update(self.values, new.values, place, axis=2),
+            update(self.transposed_keys, new.transposed_keys, position, axis=3),
+            update(self.values, new.values, position, axis=2),
         )
 
-    def grow(self, places: int) -> "KeyValue":
-        """The same, with so many more places behind it, all zero."""
-        none, more = (0, 0), (0, places)
+    def pad(self, positions: int) -> "KeyValue":
+        """Return a copy with `positions` zeros appended."""
+        none, more = (0, 0), (0, positions)
         return KeyValue(
             jnp.pad(self.transposed_keys, (none, none, none, more)),
             jnp.pad(self.values, (none, none, more, none)),

@@ -1,6 +1,7 @@
-"""What decoding remembers between two steps: the source, and what was written (section 3.1).
+"""State kept between two steps of decoding: the encoded source and the tokens so far (3.1).
 
-"Auto-regressive": each step reads one token of each hypothesis, and looks back at all before it.
+Decoding is auto-regressive: each step reads the newest token of every hypothesis and attends to all
+tokens before it, whose keys and values are cached here.
 """
 
 from typing import NamedTuple
@@ -10,45 +11,47 @@ from jaxtyping import Array, Int
 
 from flaxformer_min.model.attention import KeyValue
 
-NOT_WRITTEN = -1
-"""Of a column of `Cache.ancestors`."""
+UNFILLED = -1
+"""Entry of `Cache.ancestors` for a column that holds no token of the hypothesis yet."""
 
 
-class Memory(NamedTuple):
-    """A source sentence as the decoder sees it; shared by all its hypotheses, at every step."""
+class CrossAttentionCache(NamedTuple):
+    """Keys and values of an encoded source, shared by all its hypotheses at every step.
+
+    segments:    1 where the source has a token, 0 for padding.
+    keys_values: one `KeyValue` for each decoder layer.
+    """
 
     segments: Int[Array, "batch source"]
     keys_values: tuple[KeyValue, ...]
 
 
 class Cache(NamedTuple):
-    """What the hypotheses of each sentence have written so far.
+    """Keys and values of the tokens that the hypotheses of each sentence consist of so far.
 
-    Keys and values stay where they were written; when hypotheses branch and die, only `ancestors`
-    is reordered (see `masks.ancestor_mask`).
+    They stay where they were first stored; when hypotheses branch or die, only the small table
+    `ancestors` is reordered (see `masks.ancestor_mask`).
 
-    written:   keys and values of each layer, [batch heads columns*beam d_k].
-    ancestors: which slot wrote each column of each hypothesis; NOT_WRITTEN where none did.
-    column:    where the next token is written.
-    positions: how far into its own sentence that is (a forced prefix may be shorter than others).
+    self_attention_kv: of each layer, [batch heads columns*beam d_k].
+    ancestors: the slot that each column of each hypothesis was stored in; UNFILLED if none was.
+    column:    where the next token is stored.
+    positions: the next token's position in its own sentence (forced prefixes differ in length).
     """
 
-    written: tuple[KeyValue, ...]
+    self_attention_kv: tuple[KeyValue, ...]
     ancestors: Int[Array, "batch beam columns"]
     column: Int[Array, ""]
     positions: Int[Array, " batch"]
 
     def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
-        """Hypothesis i goes on from what hypothesis `parents[i]` had written."""
+        """Return the cache in which hypothesis i continues hypothesis `parents[i]`."""
         ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None], axis=1)
         return self._replace(ancestors=ancestors)
 
-    def grow(self, columns: int) -> "Cache":
-        """The same, with room for so many columns."""
+    def resize(self, columns: int) -> "Cache":
+        """Return the cache with a capacity of `columns` tokens, which must not be smaller."""
         _, beam, before = self.ancestors.shape
         more = columns - before
-        written = tuple(layer.grow(more * beam) for layer in self.written)
-        ancestors = jnp.pad(
-            self.ancestors, ((0, 0), (0, 0), (0, more)), constant_values=NOT_WRITTEN
-        )
-        return self._replace(written=written, ancestors=ancestors)
+        resized = tuple(layer.pad(more * beam) for layer in self.self_attention_kv)
+        ancestors = jnp.pad(self.ancestors, ((0, 0), (0, 0), (0, more)), constant_values=UNFILLED)
+        return self._replace(self_attention_kv=resized, ancestors=ancestors)

@@ -1,4 +1,4 @@
-"""The right half of figure 1: N times masked self-, cross-attention, feed forward (section 3.1)."""
+"""The decoder: N layers of masked self-attention, cross-attention, feed-forward (section 3.1)."""
 
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
@@ -11,12 +11,12 @@ from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 
 
 class DecoderLayer(nn.Module):
-    """Look back at what was written, look over at the source, then think."""
+    """Masked self-attention over the target, cross-attention to the source, feed-forward."""
 
     config: ModelConfig
 
     def setup(self):
-        """Three sub-layers, each in its "Add & Norm"."""
+        """Create three sub-layers, each with its Add & Norm."""
         self.self_attention = MultiHeadAttention(self.config)
         self.self_attention_norm = AddAndNorm(self.config)
         self.cross_attention = MultiHeadAttention(self.config)
@@ -28,23 +28,24 @@ class DecoderLayer(nn.Module):
         self,
         x: Float[Array, "batch target d_model"],
         source: KeyValue,
-        self_mask: Bool[Array, "batch target written"],
+        self_mask: Bool[Array, "batch target keys"],
         cross_mask: Bool[Array, "batch target source"],
-        written: KeyValue | None = None,
-        place: Int[Array, ""] | None = None,
+        cached: KeyValue | None = None,
+        position: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch target d_model"], KeyValue]:
-        """One layer further, and the keys and values that self-attention looked at.
+        """Return the output of the layer, and the keys and values that self-attention used.
 
-        In training these are `x`'s own; in decoding `written`, with `x`'s own put in at `place`.
+        In training these are those of `x`; in decoding, `cached` with those of `x` stored at
+        `position`.
         """
         y = self.self_attention_norm.before(x)
         own = self.self_attention.keys_values(y)
-        written = own if written is None else written.write(own, place)
-        x = self.self_attention_norm.add(x, self.self_attention(y, written, self_mask))
+        used = own if cached is None else cached.store(own, position)
+        x = self.self_attention_norm.add(x, self.self_attention(y, used, self_mask))
         y = self.cross_attention_norm.before(x)
         x = self.cross_attention_norm.add(x, self.cross_attention(y, source, cross_mask))
         y = self.feed_forward_norm.before(x)
-        return self.feed_forward_norm.add(x, self.feed_forward(y)), written
+        return self.feed_forward_norm.add(x, self.feed_forward(y)), used
 
 
 class Decoder(nn.Module):
@@ -53,29 +54,31 @@ class Decoder(nn.Module):
     config: ModelConfig
 
     def setup(self):
-        """Layers are named layer_0 to layer_N-1; a pre-norm stack ends in a norm of its own."""
+        """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
         layer = nn.remat(DecoderLayer) if self.config.remat else DecoderLayer
         self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
 
-    def keys_values(self, encoded: Float[Array, "batch source d_model"]) -> tuple[KeyValue, ...]:
-        """What each layer's cross-attention looks at: the same for every step and hypothesis."""
+    def cross_attention_kv(
+        self, encoded: Float[Array, "batch source d_model"]
+    ) -> tuple[KeyValue, ...]:
+        """Project the encoded source to the keys and values of each layer's cross-attention."""
         return tuple(layer.cross_attention.keys_values(encoded) for layer in self.layer)
 
     def __call__(
         self,
         x: Float[Array, "batch target d_model"],
         source: tuple[KeyValue, ...],
-        self_mask: Bool[Array, "batch target written"],
+        self_mask: Bool[Array, "batch target keys"],
         cross_mask: Bool[Array, "batch target source"],
-        written: tuple[KeyValue, ...] | None = None,
-        place: Int[Array, ""] | None = None,
+        cached: tuple[KeyValue, ...] | None = None,
+        position: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch target d_model"], tuple[KeyValue, ...]]:
-        """From embedded target tokens to what the output projection reads, layer by layer."""
-        now_written = []
+        """Return the hidden states of embedded target tokens, and each layer's `KeyValue`."""
+        all_used = []
         for number, layer in enumerate(self.layer):
-            before = None if written is None else written[number]
-            x, seen = layer(x, source[number], self_mask, cross_mask, before, place)
-            now_written.append(seen)
-        return self.final_norm(x) if self.config.norm == "pre" else x, tuple(now_written)
+            before = None if cached is None else cached[number]
+            x, used = layer(x, source[number], self_mask, cross_mask, before, position)
+            all_used.append(used)
+        return self.final_norm(x) if self.config.norm == "pre" else x, tuple(all_used)

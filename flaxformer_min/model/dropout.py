@@ -1,4 +1,4 @@
-"""Dropout (section 5.4) with random bits that cost a quarter: on a CPU they are most of it."""
+"""Dropout (section 5.4) that draws one random byte a value, because bits dominate its cost."""
 
 import math
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 
 def realised_rate(rate: float) -> float:
-    """The multiple of 1/256 that dropout at `rate` really drops: one random byte decides a value.
+    """Return the share that dropout at `rate` drops: a multiple of 1/256, one byte a value.
 
     >>> realised_rate(0.1), realised_rate(0.3)
     (0.1015625, 0.30078125)
@@ -18,9 +18,9 @@ def realised_rate(rate: float) -> float:
 
 
 def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
-    """True with probability 1 - realised_rate(rate), independently everywhere.
+    """Return True with probability 1 - realised_rate(rate), independently for each value.
 
-    Each 32-bit word of the generator decides for four values.
+    Each 32-bit word of the generator serves four values.
     """
     size = math.prod(shape)
     words = jax.random.bits(key, (-(-size // 4),), jnp.uint32)
@@ -29,16 +29,16 @@ def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[
 
 
 class Dropout(nn.Module):
-    """Zero a share of the values and scale up the rest, where a dropout key is given.
+    """Zero a share of the values and scale up the rest.
 
-    A key under "dropout" in `rngs` = dropout on; without one this is the identity.
+    Active if `rngs` has a key "dropout"; otherwise this is the identity.
     """
 
     rate: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """`x` with each value kept and divided by the share that is kept, or zero."""
+        """Return `x` with each value either zeroed or divided by the share that is kept."""
         if self.rate == 0 or not self.has_rng("dropout"):
             return x
         keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape)

@@ -1,4 +1,4 @@
-"""The left half of figure 1: N times self-attention and feed forward (section 3.1)."""
+"""The encoder: N layers of self-attention and a feed-forward network (section 3.1)."""
 
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
@@ -10,13 +10,18 @@ from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 
 
 class EncoderLayer(nn.Module):
-    """Look around in the source sentence, then think about it."""
+    """Self-attention over the source, then a feed-forward network.
+
+    `attention` may be any module class that is built from a `ModelConfig` and has the methods of
+    `MultiHeadAttention`.
+    """
 
     config: ModelConfig
+    attention: type[nn.Module] = MultiHeadAttention
 
     def setup(self):
-        """Two sub-layers, each in its "Add & Norm"."""
-        self.self_attention = MultiHeadAttention(self.config)
+        """Create two sub-layers, each with its Add & Norm."""
+        self.self_attention = self.attention(self.config)
         self.self_attention_norm = AddAndNorm(self.config)
         self.feed_forward = FeedForward(self.config)
         self.feed_forward_norm = AddAndNorm(self.config)
@@ -26,10 +31,10 @@ class EncoderLayer(nn.Module):
         x: Float[Array, "batch source d_model"],
         mask: Bool[Array, "batch source source"],
     ) -> Float[Array, "batch source d_model"]:
-        """One layer further."""
+        """Return the output of the layer."""
         y = self.self_attention_norm.before(x)
-        seen = self.self_attention(y, self.self_attention.keys_values(y), mask)
-        x = self.self_attention_norm.add(x, seen)
+        attended = self.self_attention(y, self.self_attention.keys_values(y), mask)
+        x = self.self_attention_norm.add(x, attended)
         y = self.feed_forward_norm.before(x)
         return self.feed_forward_norm.add(x, self.feed_forward(y))
 
@@ -38,11 +43,12 @@ class Encoder(nn.Module):
     """The stack of N encoder layers."""
 
     config: ModelConfig
+    attention: type[nn.Module] = MultiHeadAttention
 
     def setup(self):
-        """Layers are named layer_0 to layer_N-1; a pre-norm stack ends in a norm of its own."""
+        """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
         layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
-        self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
+        self.layer = [layer(self.config, self.attention) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
 
@@ -51,7 +57,7 @@ class Encoder(nn.Module):
         x: Float[Array, "batch source d_model"],
         mask: Bool[Array, "batch source source"],
     ) -> Float[Array, "batch source d_model"]:
-        """From embedded source tokens to what the decoder attends to."""
+        """Encode embedded source tokens."""
         for layer in self.layer:
             x = layer(x, mask)
         return self.final_norm(x) if self.config.norm == "pre" else x

@@ -1,4 +1,4 @@
-"""The box "Feed Forward": the same small network at every position (section 3.3)."""
+"""The position-wise feed-forward network (section 3.3)."""
 
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -15,7 +15,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
-        """Each position on its own."""
+        """Apply the same network to each position."""
         config = self.config
         inner = Linear(config.d_ff, config.dtype, name="inner")
         outer = Linear(config.d_model, config.dtype, name="outer")

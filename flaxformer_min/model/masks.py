@@ -1,6 +1,6 @@
-"""Who may attend to whom (section 3.2.3). Every mask compares two columns; True = may attend.
+"""Attention masks (section 3.2.3). Each compares two columns of integers; True = may attend.
 
-Written for one sentence or row; the batched versions stand below each.
+Written for one sentence or row; the batched versions are at the end.
 """
 
 import jax
@@ -38,7 +38,7 @@ def segment_mask(
 def look_ahead_mask(
     query_positions: Int[Array, " queries"], key_positions: Int[Array, " keys"]
 ) -> Bool[Array, "queries keys"]:
-    """A token may attend to itself and to what stands before it, and never to its future.
+    """A token may attend to itself and to earlier tokens, never to later ones.
 
     >>> look_ahead_mask(jnp.arange(3), jnp.arange(3)).astype(int)
     Array([[1, 0, 0],
@@ -50,12 +50,12 @@ def look_ahead_mask(
 
 def ancestor_mask(
     ancestors: Int[Array, "hypotheses columns"], slots: Int[Array, " slots"]
-) -> Bool[Array, "hypotheses places"]:
-    """A hypothesis may attend to what its own ancestors wrote.
+) -> Bool[Array, "hypotheses positions"]:
+    """A hypothesis may attend to the tokens of its own ancestors.
 
-    In decoding, all hypotheses of a sentence share one memory; place `column * slots + slot` holds
-    what the hypothesis in `slot` wrote at `column`. `ancestors` names the slot of each
-    hypothesis's ancestor at each column, and -1 where nothing of it is written.
+    In decoding, all hypotheses of a sentence share one cache; position `column * slots + slot`
+    holds the token that the hypothesis in `slot` chose at `column`. `ancestors` is the slot of each
+    hypothesis's ancestor at each column, or -1 for a column that it has not reached.
 
     >>> ancestor_mask(jnp.array([[0, 1, -1], [0, 0, -1]]), jnp.arange(2)).astype(int)
     Array([[1, 0, 0, 1, 0, 0],

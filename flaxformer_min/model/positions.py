@@ -1,10 +1,17 @@
-"""The circles "Positional Encoding": how a token knows where it stands (section 3.5)."""
+"""Positional encoding: what tells the model the order of the tokens (section 3.5)."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jaxtyping import Array, Float, Int
+
+from flaxformer_min.config import ModelConfig
+
+PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
+"""From positions and d_model to one vector for each position."""
 
 
 def sinusoidal_encoding(
@@ -15,8 +22,9 @@ def sinusoidal_encoding(
     """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same.
 
     `interleaved` is the paper's formula; `halves` holds the same numbers, all sines before all
-    cosines (as tensor2tensor and Marian lay them out). Computed from the positions, so any length
-    works, trained on or not. Raises ValueError for an odd d_model or an unknown layout.
+    cosines (the layout of tensor2tensor and Marian). It is a function of the positions, so it is
+    defined for any length, seen in training or not. Raises ValueError for an odd d_model or an
+    unknown layout.
 
     >>> sinusoidal_encoding(jnp.array([0]), d_model=4)
     Array([[0., 1., 0., 1.]], dtype=float32)
@@ -36,3 +44,39 @@ def sinusoidal_encoding(
 
 
 batched_sinusoidal_encoding = jax.vmap(sinusoidal_encoding, in_axes=(0, None, None))
+
+
+class PositionalEncoding(nn.Module):
+    """The encoding that `config.positional_encoding` names, or a `function` given instead."""
+
+    config: ModelConfig
+    function: PositionFunction | None = None
+
+    @nn.compact
+    def __call__(self, positions: Int[Array, "batch length"]) -> Float[Array, "*batch d_model"]:
+        """Return the vectors to be added to the embeddings.
+
+        With "learned" (table 3, row E), positions from `config.max_positions` on were never
+        learned: ValueError outside jit, NaN inside.
+        """
+        config = self.config
+        if self.function is not None:
+            return jax.vmap(self.function, in_axes=(0, None))(positions, config.d_model)
+        if config.positional_encoding == "none":
+            return jnp.zeros((1, 1, config.d_model))
+        if config.positional_encoding == "learned":
+            _check_learned(positions, config.max_positions)
+            init = nn.initializers.normal(0.02)
+            table = self.param("table", init, (config.max_positions, config.d_model))
+            return table.at[positions].get(mode="fill", fill_value=jnp.nan)
+        return batched_sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
+
+
+def _check_learned(positions: Int[Array, "batch length"], learned: int) -> None:
+    if isinstance(positions, jax.core.Tracer):
+        return
+    if (last := int(positions.max())) >= learned:
+        raise ValueError(
+            f"positional_encoding='learned' has vectors for positions 0 to {learned - 1}; got "
+            f"position {last}. Shorten the sentence, or train with a larger model.max_positions."
+        )

@@ -1,4 +1,4 @@
-"""All of figure 1.
+"""The whole model (figure 1).
 
                     logits over the vocabulary
                                |
@@ -11,7 +11,7 @@
 |   Add & Norm    |   |   Multi-Head    |     (3.2.2)  the encoder's output:
 |  Feed Forward   |-->|    Attention    |              cross-attention
 |   Add & Norm    |   |   Add & Norm    |
-|   Multi-Head    |   |     Masked      |     (3.2.3)  never sees its future
+|   Multi-Head    |   |     Masked      |     (3.2.3)  masked: no later tokens
 |    Attention    |   |   Multi-Head    |
 |                 |   |    Attention    |
 +-----------------+   +-----------------+
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.attention import KeyValue
-from flaxformer_min.model.cache import NOT_WRITTEN, Cache, Memory
+from flaxformer_min.model.cache import UNFILLED, Cache, CrossAttentionCache
 from flaxformer_min.model.decoder import Decoder
 from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
@@ -39,11 +39,16 @@ from flaxformer_min.model.masks import (
     batched_look_ahead_mask,
     batched_segment_mask,
 )
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.positions import PositionFunction
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
 
 
 class Transformer(nn.Module):
-    """From a source and the target so far to scores for the next token.
+    """The encoder-decoder Transformer: from source and target so far to logits of the next token.
+
+    position_function: used instead of `config.positional_encoding`, if given.
+    encoder_attention: the attention module class of the encoder's layers (see `EncoderLayer`).
 
     >>> model = Transformer(ModelConfig(vocab_size=10, num_layers=1, d_model=8, d_ff=8))
     >>> source = one_sentence_per_row(jnp.array([[5, 6, 3]]))
@@ -54,120 +59,127 @@ class Transformer(nn.Module):
     """
 
     config: ModelConfig
+    position_function: PositionFunction | None = None
+    encoder_attention: type[nn.Module] = MultiHeadAttention
 
     def setup(self):
-        """The boxes of the figure; which embeddings are one matrix is the config's choice."""
-        config = self.config
+        """Create the boxes of the figure; the config chooses which embeddings share a table."""
+        config, positions = self.config, self.position_function
         source_vocab_size = config.source_vocab_size or config.vocab_size
         if config.embeddings == "shared":
-            self.embedding = Embedding(config, config.vocab_size)
+            self.embedding = Embedding(config, config.vocab_size, positions)
             source, target, output = self.embedding, self.embedding, self.embedding
         else:
-            self.source_embedding = source = Embedding(config, source_vocab_size)
-            self.target_embedding = target = output = Embedding(config, config.vocab_size)
+            self.source_embedding = source = Embedding(config, source_vocab_size, positions)
+            self.target_embedding = target = Embedding(config, config.vocab_size, positions)
+            output = target
         if config.embeddings == "separate":
             self.output_projection = output = OutputProjection(config.vocab_size)
         self.embed_source, self.embed_target, self.output = source, target, output
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, self.encoder_attention)
         self.decoder = Decoder(config)
 
     def __call__(self, batch: Batch) -> Float[Array, "batch target vocab"]:
-        """Scores for every target token, each seeing the source and the target before it."""
-        return self.logits(self.features(batch))
+        """Return logits of every target token, given the source and the target before it."""
+        return self.logits(self.hidden_states(batch))
 
-    def features(self, batch: Batch) -> Float[Array, "batch target d_model"]:
-        """What the output projection reads, for every target token (teacher forcing)."""
-        x, _ = self._read(shift_right(batch.target), self.remember(batch.source))
+    def hidden_states(self, batch: Batch) -> Float[Array, "batch target d_model"]:
+        """Return the decoder's output for every target token (teacher forcing)."""
+        cross = self.precompute_cross_attention(self.encode(batch.source), batch.source)
+        x, _ = self._decode_all(shift_right(batch.target), cross)
         return x
 
     def logits(self, x: Float[Array, "batch target d_model"]) -> Float[Array, "batch target vocab"]:
-        """The box "Linear", in float32. The softmax is the loss's and the search's."""
+        """Apply the output projection, in float32. The softmax is part of loss and search."""
         return self.output.logits(x)
 
     def encode(self, source: Tokens) -> Float[Array, "batch source d_model"]:
-        """The left half of the figure."""
+        """Return the encoder's output."""
         mask = batched_segment_mask(source.segments, source.segments)
         return self.encoder(self.embed_source(source), mask)
 
-    def remember(self, source: Tokens) -> Memory:
-        """Encode the source, and project once what every decoder layer will attend to."""
-        return Memory(source.segments, self.decoder.keys_values(self.encode(source)))
+    def precompute_cross_attention(
+        self, encoded: Float[Array, "batch source d_model"], source: Tokens
+    ) -> CrossAttentionCache:
+        """Project the encoded source to keys and values once, for all steps of decoding."""
+        return CrossAttentionCache(source.segments, self.decoder.cross_attention_kv(encoded))
 
-    def start(
+    def prefill(
         self,
-        memory: Memory,
+        cross: CrossAttentionCache,
         beam_size: int,
-        max_length: int,
+        capacity: int,
         prefix: Int[Array, "batch prefix"] | None = None,
     ) -> tuple[Cache, Float[Array, "batch prefix"]]:
-        """Room for `beam_size` hypotheses of `max_length` tokens, after a forced `prefix` if given.
+        """Make a cache for `beam_size` hypotheses of `capacity` tokens after a forced `prefix`.
 
-        A prefix holds target ids, without BOS and EOS, padded at the end with PAD. It is read in
-        one pass. Returns the cache and the log-probability of each of its tokens in nats, 0 for
-        PAD. The first `step` reads the prefix's last token, or BOS: see `first_tokens`.
+        A prefix holds target ids without BOS and EOS, padded at the end with PAD, and is read in
+        one pass. Returns the cache and the log-probability of each prefix token in nats, 0 for
+        PAD. The first `decode_step` reads the prefix's last token, or BOS: see `first_tokens`.
         """
-        batch, config = memory.segments.shape[0], self.config
+        batch, config = cross.segments.shape[0], self.config
         if prefix is None:
             prefix = jnp.zeros((batch, 0), jnp.int32)
         length = prefix.shape[1]
-        columns = length + max_length
+        columns = length + capacity
         shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
         empty = KeyValue.of(*(jnp.zeros(shape, config.dtype),) * 2)
-        ancestors = jnp.full((batch, beam_size, columns), NOT_WRITTEN)
+        ancestors = jnp.full((batch, beam_size, columns), UNFILLED)
         if not length:
             cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), prefix.sum(1))
             return cache, jnp.zeros((batch, 0))
         tokens = one_sentence_per_row(prefix)
-        x, own = self._read(shift_right(tokens), memory)
+        x, prefix_kv = self._decode_all(shift_right(tokens), cross)
         log_probs = jax.nn.log_softmax(self.logits(x))
         chosen = jnp.take_along_axis(log_probs, prefix[:, :, None], axis=-1)[:, :, 0]
         first_slot = slice(0, length * beam_size, beam_size)
-        written = tuple(
+        filled = tuple(
             KeyValue.of(
                 empty.keys.at[:, :, first_slot].set(new.keys),
                 empty.values.at[:, :, first_slot].set(new.values),
             )
-            for new in own
+            for new in prefix_kv
         )
         ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
-        cache = Cache(written, ancestors, jnp.int32(length), tokens.segments.sum(1))
+        cache = Cache(filled, ancestors, jnp.int32(length), tokens.segments.sum(1))
         return cache, chosen * tokens.segments
 
-    def step(
-        self, tokens: Int[Array, "batch beam"], memory: Memory, cache: Cache
+    def decode_step(
+        self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
     ) -> tuple[Float[Array, "batch beam vocab"], Cache]:
-        """Scores for what follows `tokens`, the newest token of each hypothesis.
+        """Return logits of the token after `tokens`, the newest token of each hypothesis.
 
-        The hypotheses of a sentence stand where in training its tokens stand: they are the queries
-        of one attention over what any of them has written, and the mask keeps them apart. There may
-        be fewer of them than the cache has room for.
+        The hypotheses of a sentence take the axis that a sentence's tokens have in training: they
+        are the queries of one attention over the tokens of all of them, and the mask keeps them
+        apart. There may be fewer of them than the cache has slots.
         """
         slots = jnp.arange(cache.ancestors.shape[1])
         newest = jnp.broadcast_to(slots[None, : tokens.shape[1], None], (*tokens.shape, 1))
         ancestors = jax.lax.dynamic_update_slice(cache.ancestors, newest, (0, 0, cache.column))
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
-        x, written = self.decoder(
+        x, self_attention_kv = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
-            memory.keys_values,
+            cross.keys_values,
             batched_ancestor_mask(ancestors[:, : tokens.shape[1]], slots),
-            batched_segment_mask(jnp.ones_like(tokens), memory.segments),
-            cache.written,
+            batched_segment_mask(jnp.ones_like(tokens), cross.segments),
+            cache.self_attention_kv,
             cache.column * slots.size,
         )
-        cache = Cache(written, ancestors, cache.column + 1, cache.positions + 1)
+        cache = Cache(self_attention_kv, ancestors, cache.column + 1, cache.positions + 1)
         return self.logits(x), cache
 
-    def _read(
-        self, target: Tokens, memory: Memory
+    def _decode_all(
+        self, target: Tokens, cross: CrossAttentionCache
     ) -> tuple[Float[Array, "batch target d_model"], tuple[KeyValue, ...]]:
+        """Run the decoder over all target tokens at once, under the look-ahead mask."""
         self_mask = batched_segment_mask(target.segments, target.segments)
         self_mask &= batched_look_ahead_mask(target.positions, target.positions)
-        cross_mask = batched_segment_mask(target.segments, memory.segments)
-        return self.decoder(self.embed_target(target), memory.keys_values, self_mask, cross_mask)
+        cross_mask = batched_segment_mask(target.segments, cross.segments)
+        return self.decoder(self.embed_target(target), cross.keys_values, self_mask, cross_mask)
 
 
 def first_tokens(prefix: Int[Array, "batch prefix"]) -> Int[Array, " batch"]:
-    """What the first `Transformer.step` after `start` reads: the prefix's last token, or BOS.
+    """Return the input of the first `decode_step` after `prefill`: the last prefix token, or BOS.
 
     >>> first_tokens(jnp.array([[5, 6, 0], [0, 0, 0]]))
     Array([6, 2], dtype=int32)

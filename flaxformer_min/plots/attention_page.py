@@ -12,7 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     pass
-from flaxformer_min.plots.weights import _checked
+from flaxformer_min.plots.weights import check_weights
 
 
 def attention_page(
@@ -69,7 +69,7 @@ def _ten_thousandths(
 ) -> list[list[list[list[int]]]]:
     """Whole numbers, because `1234` is shorter than `0.1234`."""
     shape = "[layers heads queries keys]"
-    weights = _checked(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
+    weights = check_weights(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
     return np.round(weights * 10_000).astype(int).tolist()
 
 

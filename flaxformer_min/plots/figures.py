@@ -19,8 +19,8 @@ from flaxformer_min.runtime.files import open_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from flaxformer_min.plots.fonts import _with_fonts
-from flaxformer_min.plots.weights import _checked, _readable
+from flaxformer_min.plots.fonts import with_fonts
+from flaxformer_min.plots.weights import _readable, check_weights
 
 _BLUE, _ORANGE, _GREEN, _VIOLET, _GREY = "#2563a8", "#d9641e", "#2e8b57", "#7a4fa3", "#8a8f98"
 
@@ -43,10 +43,12 @@ def attention_figure(
     """
     _need_matplotlib()
     shape = "[heads target source]"
-    weights = _checked("weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3))
+    weights = check_weights(
+        "weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3)
+    )
     weights = weights[None] if weights.ndim == 2 else weights
     labels = [_readable(token) for token in (*source_tokens, *target_tokens)]
-    (*labels, title), families = _with_fonts([*labels, title])
+    (*labels, title), families = with_fonts([*labels, title])
     sources, targets = labels[: len(source_tokens)], labels[len(source_tokens) :]
     figure, panels, fontsize = _panels(len(weights), sources, targets)
     text = {"fontsize": fontsize, "fontfamily": families, "parse_math": False}

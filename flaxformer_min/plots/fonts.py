@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     pass
 
 
-_BASE_FONT = "DejaVu Sans"  # comes with matplotlib
+BASE_FONT = "DejaVu Sans"  # comes with matplotlib
 
 
-def _with_fonts(texts: list[str]) -> tuple[list[str], list[str]]:
+def with_fonts(texts: list[str]) -> tuple[list[str], list[str]]:
     """The texts as they can be drawn, and the families of fonts that do it, first choice first."""
-    families, missing = [_BASE_FONT], {c for text in texts for c in text if c.isprintable()}
-    missing -= _characters_of(*_regular_fonts()[_BASE_FONT])
+    families, missing = [BASE_FONT], {c for text in texts for c in text if c.isprintable()}
+    missing -= _characters_of(*_regular_fonts()[BASE_FONT])
     for look_again in (False, True):
         if missing and look_again:
             _find_new_fonts()

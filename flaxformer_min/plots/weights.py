@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     pass
 
 
-def _checked(
+def check_weights(
     name: str, weights: Any, shape: str, queries: int, keys: int, dimensions: tuple[int, ...]
 ) -> np.ndarray:
+    """Return the weights as an array; ValueError for another shape, or no attention weights."""
     weights = np.asarray(weights, np.float32)
     if weights.ndim not in dimensions or weights.shape[-2:] != (queries, keys) or not weights.size:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Checkpoints: written by Orbax in the background, believed only if their checksum holds.
+"""Checkpoints: written by Orbax in the background, restored only if their checksums match.
 
-A checkpoint is a folder named by its step. Beside the arrays stands a JSON item with what is not an
-array (where the rows stand, say) and the checksums of everything; Orbax itself would restore a
-flipped bit without a word.
+A checkpoint is a folder named by its step. Beside the arrays it holds a JSON item with everything
+that is not an array (the position in the training data, for example) and the checksums of all of
+it, because Orbax itself restores flipped bits without an error.
 """
 
 import contextlib
@@ -11,18 +11,25 @@ import json
 import logging
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from flaxformer_min.runtime.devices import on_all_processes
-from flaxformer_min.runtime.distributed import count, first_ahead, gather, index, is_first
+from flaxformer_min.runtime.distributed import (
+    count,
+    gather,
+    is_main_process,
+    main_process_first,
+)
 from flaxformer_min.runtime.files import write_atomically
 
 PyTree = Any
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 
 EXPECTED = ("read_only", "read only", "tracked_metric")
@@ -39,8 +46,24 @@ for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_news)
 
 
+class Metric(NamedTuple):
+    """The validation score that selects checkpoints, such as ("validation_loss", 2.1)."""
+
+    name: str
+    value: float
+
+    @property
+    def cost(self) -> float:
+        """Lower is better: the value itself, or its negative for BLEU.
+
+        >>> Metric("validation_loss", 2.0).cost, Metric("validation_bleu", 30.0).cost
+        (2.0, -30.0)
+        """
+        return -self.value if self.name == "validation_bleu" else self.value
+
+
 def checksum(tree: PyTree) -> str:
-    """A digest of names, shapes, types and values of all leaves.
+    """Return a digest of the names, shapes, types and values of all leaves.
 
     >>> checksum({"a": np.zeros(2)}) == checksum({"a": np.zeros(2)})
     True
@@ -58,65 +81,63 @@ def checksum(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
-class KeepTheNewest:
-    """Orbax's preservation policy for the newest checkpoint, and the newest so many that were due.
+class KeepNewest:
+    """Orbax's preservation policy for the newest checkpoint, and the newest `keep` of those due.
 
-    One that a signal asked for is not due, so a run that was cut keeps what an uncut one keeps.
+    A checkpoint that a signal asked for is not due, so an interrupted run keeps the same ones.
     """
 
     def __init__(self, keep: int, every: int):
-        """Those of steps divided by `every` were due."""
+        """Checkpoints whose step is a multiple of `every` are due."""
         self.keep, self.every = keep, every
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One answer for each checkpoint."""
+        """Return whether to keep each checkpoint."""
         steps = sorted(checkpoint.step for checkpoint in checkpoints)
-        kept = {*_due(steps, self.every)[-self.keep :], *steps[-1:]}
+        kept = {*steps_due(steps, self.every)[-self.keep :], *steps[-1:]}
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
-class KeepTheBest:
-    """Orbax's preservation policy for the checkpoint of the lowest rank, the newest among equals.
+class KeepBest:
+    """Orbax's preservation policy for the checkpoint of the lowest cost, the newest among equals.
 
-    Not its own BestN: that reads a file of each checkpoint that no checksum covers, and opens none
-    where one is damaged.
+    Not Orbax's BestN, which reads a file that no checksum covers and fails if one is damaged.
     """
 
-    def __init__(self, ranks: Mapping[int, float | None]):
-        """`ranks` may change; steps that have none are not kept for it."""
-        self.ranks = ranks
+    def __init__(self, costs: Mapping[int, float | None]):
+        """Take the cost of each step, None if it was not validated; the mapping may change."""
+        self.costs = costs
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One answer for each checkpoint."""
+        """Return whether to keep each checkpoint."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        ranked = [step for step in reversed(steps) if self.ranks.get(step) is not None]
-        best = min(ranked, key=self.ranks.__getitem__, default=None)
+        validated = [step for step in reversed(steps) if self.costs.get(step) is not None]
+        best = min(validated, key=self.costs.__getitem__, default=None)
         return [step == best for step in steps]
 
 
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it.
 
-    Where several processes train together, all do the same with it at the same time: each writes
-    its part of the arrays, and the first does what is done once.
+    Of several processes, all call the same methods at the same time: each writes its part of the
+    arrays, and the main process does what is done once.
 
-    `state` is a mapping whose entry "params", or "average" where there is one, can later be
-    restored alone.
+    `state` is a mapping whose entry "params" (or "average" if there is one) can be restored alone.
     """
 
     def __init__(self, folder: Path, keep: int, every: int = 1):
-        """Open `folder`, made if need be. Leftovers of a save that was killed are removed.
+        """Open `folder`, or create it, and remove what a killed save left.
 
-        The `keep` newest checkpoints that were due, `every` so many steps, are kept, and the newest
-        of all, and the one of the lowest rank.
+        Kept are the newest checkpoint, the `keep` newest of those due (steps that are multiples of
+        `every`), and the best by its metric.
         """
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
         self.folder = folder
-        described = {step: _description(folder, step) for step in steps_of(folder)}
-        self._ranks = {step: meta["rank"] for step, meta in described.items() if meta}
-        policies = [KeepTheNewest(keep, every), KeepTheBest(self._ranks)]
+        described = {step: read_description(folder, step) for step in steps_of(folder)}
+        self._costs = {step: cost_of(meta) for step, meta in described.items() if meta}
+        policies = [KeepNewest(keep, every), KeepBest(self._costs)]
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -126,23 +147,24 @@ class Checkpoints:
         )
 
     def save(
-        self, step: int, state: dict[str, PyTree], meta: dict, rank: float | None = None
+        self, step: int, state: dict[str, PyTree], meta: dict, metric: Metric | None = None
     ) -> None:
         """Save in the background; the arrays may be donated as soon as this returns.
 
-        `rank` orders validated checkpoints, the lowest being the best. Raises OSError when this or
-        the last checkpoint cannot be written.
+        `metric` is that of a validated checkpoint. Raises OSError if this or the last checkpoint
+        cannot be written.
         """
         import orbax.checkpoint as ocp
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
-        # A copy: Orbax writes it later, when its owner may have gone on counting in it.
-        meta = json.loads(json.dumps({**meta, "step": step, "rank": rank, "checksums": checksums}))
+        meta = {**meta, "step": step, "metric": metric, "checksums": checksums}
+        # A copy: Orbax writes it later, when its owner may have changed it.
+        meta = json.loads(json.dumps(meta))
         meta["checksum"] = _meta_checksum(meta)
         if count() > 1:
             state = on_all_processes(state)
-        self._ranks[step] = rank
-        with self._telling():
+        self._costs[step] = None if metric is None else metric.cost
+        with self._clear_errors():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -151,49 +173,46 @@ class Checkpoints:
                 force=True,
             )
 
-    def describe(self, step: int, meta: dict, rank: float | None) -> None:
-        """Put these entries into the description of a saved checkpoint, and rank it."""
+    def describe(self, step: int, meta: dict, metric: Metric | None) -> None:
+        """Add these entries and the metric to the description of a saved checkpoint."""
         file = _description_file(self.folder, step)
-        with self._telling(), first_ahead(f"description of {step}"):
-            if is_first():
-                new = {**json.loads(file.read_text()), **meta, "rank": rank}
+        with self._clear_errors(), main_process_first(f"description of {step}"):
+            if is_main_process():
+                new = {**json.loads(file.read_text()), **meta, "metric": metric}
+                new = json.loads(json.dumps(new))
                 write_atomically(file, json.dumps({**new, "checksum": _meta_checksum(new)}))
-        self._ranks[step] = rank
+        self._costs[step] = None if metric is None else metric.cost
 
-    def restore(
-        self, like: dict[str, PyTree], warn: Callable[[str], None]
-    ) -> tuple[int, dict[str, PyTree], dict] | None:
-        """The newest whole checkpoint as (step, state, meta), or None where there is none at all.
+    def restore(self, like: dict[str, PyTree]) -> tuple[int, dict[str, PyTree], dict] | None:
+        """Return the newest intact checkpoint as (step, state, meta), or None if there is none.
 
-        `like` gives shapes, types and placement. A damaged checkpoint is named to `warn`, moved to
-        the folder "damaged" beside the others, and the one before it is tried. Raises ValueError
-        when all are damaged.
+        `like` gives shapes, types and placement. A damaged checkpoint is logged as a warning and
+        moved to the folder "damaged" beside the others, and the one before it is tried. Raises
+        ValueError if all are damaged.
         """
-        import orbax.checkpoint as ocp
-
         steps = gather("checkpoints", steps_of(self.folder))[0]
         found, damaged = None, []
         for step in steps:
             wrong = None
             try:
-                found = _restore(self._manager, step, like, ocp)
+                found = restore_verified(self._manager, step, like)
             except Exception as error:  # Orbax raises whatever its readers raise
-                wrong = _first_line(error)
-            # What one process cannot read, none may go on from.
+                wrong = first_line(error)
+            # If one process cannot read it, none may continue from it.
             wrong = next(filter(None, gather(f"restored {step}", wrong)), None)
             if wrong is None:
                 break
             found = None
             damaged.append(step)
-            warn(f"checkpoint {step} in {self.folder} is damaged ({wrong}).")
+            LOGGER.warning("checkpoint %d in %s is damaged (%s).", step, self.folder, wrong)
         if steps and found is None:
             raise ValueError(
                 f"no checkpoint in {self.folder} is whole; tried {', '.join(map(str, steps))}. "
                 "Copy one back from elsewhere, or start in another folder."
             )
         if damaged:
-            with first_ahead("damaged checkpoints"):
-                if is_first():
+            with main_process_first("damaged checkpoints"):
+                if is_main_process():
                     self._move_aside(damaged)
             self._manager.reload()
         return None if found is None else (step, *found)
@@ -206,17 +225,17 @@ class Checkpoints:
             shutil.move(self.folder / name, shelter / name)
 
     def wait(self) -> None:
-        """Return when what was saved is on disk; raise OSError if it cannot be written."""
-        with self._telling():
+        """Return once everything is on disk; raise OSError if it cannot be written."""
+        with self._clear_errors():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and let go."""
+        """Wait, and release the folder."""
         self._manager.close()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say in a sentence what Orbax and its readers and writers raise, each in its own way."""
+    def _clear_errors(self) -> Iterator[None]:
+        """Turn whatever Orbax and its storage drivers raise into one sentence."""
         try:
             yield
         except Exception as error:
@@ -226,94 +245,12 @@ class Checkpoints:
             ) from error
 
 
-def restore_params(
-    folder: Path, step: int | None, warn: Callable[[str], None]
-) -> tuple[int, PyTree]:
-    """What to translate with, on this machine's first device: (step, params).
-
-    These are the parameters, or their moving average where the checkpoint has one. `step` None: the
-    best by validation if one was validated, else the newest. A damaged checkpoint is named to
-    `warn` and the next best is tried. Raises ValueError when there is none, none is whole, or the
-    one asked for is not there.
-    """
+def restore_verified(
+    manager: Any, step: int, like: dict[str, PyTree], partial: bool = False
+) -> tuple[dict[str, PyTree], dict]:
+    """Return state and meta of one checkpoint, or raise if a checksum does not match."""
     import orbax.checkpoint as ocp
 
-    steps = steps_of(folder)
-    if not steps:
-        raise ValueError(f"{folder.parent} holds no checkpoint yet. Train it until it has saved.")
-    if step is not None and step not in steps:
-        raise ValueError(
-            f"{folder.parent} has no checkpoint of step {step}; it has "
-            f"{', '.join(map(str, steps))}."
-        )
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-    alone = ocp.options.MultiprocessingOptions(primary_host=index(), active_processes={index()})
-    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
-    with ocp.CheckpointManager(
-        folder.absolute(), options=options, item_handlers=handlers
-    ) as manager:
-        for candidate in [step] if step is not None else _best_first(folder, steps):
-            try:
-                tree = manager.item_metadata(candidate)["state"].tree
-                name = "average" if "average" in tree else "params"
-                like = _on_first_device(tree[name])
-                state, _ = _restore(manager, candidate, {name: like}, ocp, partial=True)
-                return candidate, state[name]
-            except Exception as error:  # Orbax raises whatever its readers raise
-                warn(f"checkpoint {candidate} in {folder} is damaged ({_first_line(error)}).")
-    if step is not None:
-        others = ", ".join(str(other) for other in steps if other != step)
-        raise ValueError(
-            f"the checkpoint of step {step} in {folder} is damaged. "
-            + (f"Those of steps {others} are there, too." if others else "There is no other.")
-        )
-    raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
-
-
-def mean_of_newest(
-    folder: Path, count: int, warn: Callable[[str], None], every: int = 1
-) -> tuple[list[int], PyTree]:
-    """The mean of what the newest `count` whole checkpoints translate with, and their steps.
-
-    Section 6.1 takes the last 5 (base) or 20 (big). Those that were not due, `every` so many steps,
-    are left out, but for the newest. Raises ValueError when none is whole.
-    """
-    used: list[int] = []
-    total: PyTree = None
-    steps = steps_of(folder)
-    for step in sorted({*steps[:1], *_due(steps, every)}, reverse=True):
-        try:
-            params = jax.device_get(restore_params(folder, step, warn)[1])
-        except ValueError:
-            continue
-        wide = jax.tree.map(np.float64, params)
-        total = wide if total is None else jax.tree.map(np.add, total, wide)
-        used.append(step)
-        if len(used) == count:
-            break
-    if not used:
-        raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
-    return used, jax.tree.map(lambda sum_: (sum_ / len(used)).astype(np.float32), total)
-
-
-def rank_of_best(folder: Path) -> float | None:
-    """The lowest rank that a checkpoint here was saved with; None where none was validated."""
-    described = [_description(folder, step) for step in steps_of(folder)]
-    ranks = [meta["rank"] for meta in described if meta is not None]
-    return min((rank for rank in ranks if rank is not None), default=None)
-
-
-def _on_first_device(metadata: PyTree) -> PyTree:
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-        metadata,
-        is_leaf=lambda leaf: hasattr(leaf, "shape"),
-    )
-
-
-def _restore(manager, step: int, like: dict[str, PyTree], ocp, partial: bool = False):
-    """State and meta of one checkpoint, if everything in it is as it was saved."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     item = ocp.args.PyTreeRestore(
         abstract,
@@ -326,12 +263,12 @@ def _restore(manager, step: int, like: dict[str, PyTree], ocp, partial: bool = F
     state, meta = restored["state"], restored["meta"]
     expected = meta.pop("checksum", None)
     if expected != _meta_checksum(meta):
-        raise ValueError("the checksum of its description does not hold")
+        raise ValueError("the checksum of its description does not match")
     if meta["step"] != step:
         raise ValueError(f"it is that of step {meta['step']}, under another name")
     wrong = [name for name in like if checksum(state[name]) != meta["checksums"].get(name)]
     if wrong:
-        raise ValueError(f"the checksum of {', '.join(wrong)} does not hold")
+        raise ValueError(f"the checksum of {', '.join(wrong)} does not match")
     return state, meta
 
 
@@ -341,33 +278,18 @@ def _meta_checksum(meta: dict) -> str:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Of the checkpoints in a folder, newest first. An unfinished save has a longer name."""
+    """Return the steps of the checkpoints in a folder, newest first, without unfinished saves."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def _due(steps: Sequence[int], every: int) -> list[int]:
-    """Those that a run which nobody stopped would have saved, whether they rank or not."""
+def steps_due(steps: Sequence[int], every: int) -> list[int]:
+    """Return the steps that an uninterrupted run would have saved."""
     return [step for step in steps if step % every == 0]
 
 
-def _best_first(folder: Path, steps: list[int]) -> list[int]:
-    """Validated steps, the best of them first, then the others; the newest first among equals.
-
-    One whose description is damaged might be the best: it comes first, to be named.
-    """
-
-    def order(step: int) -> tuple[int, float]:
-        meta = _description(folder, step)
-        if meta is None:
-            return 0, 0.0
-        return (2, 0.0) if meta["rank"] is None else (1, meta["rank"])
-
-    return sorted(steps, key=order)
-
-
-def _description(folder: Path, step: int) -> dict | None:
-    """What stands beside the arrays of a checkpoint; None if it is not as it was written."""
+def read_description(folder: Path, step: int) -> dict | None:
+    """Return the JSON item of a checkpoint, or None if its checksum does not match."""
     try:
         meta = json.loads(_description_file(folder, step).read_text())
         return meta if meta.pop("checksum") == _meta_checksum(meta) else None
@@ -375,20 +297,28 @@ def _description(folder: Path, step: int) -> dict | None:
         return None
 
 
+def cost_of(description: dict) -> float | None:
+    """Return the cost of a checkpoint's metric, or None if it was not validated."""
+    if description.get("metric"):
+        return Metric(*description["metric"]).cost
+    return description.get("rank")  # the name and the meaning of the cost in earlier versions
+
+
 def _description_file(folder: Path, step: int) -> Path:
     return folder / str(step) / "meta" / "metadata"
 
 
 def _reason(error: Exception) -> str:
-    """What the system said, which TensorStore puts last.
+    """Return the system's own message, which TensorStore puts last.
 
     >>> _reason(ValueError("Failed writing: /a/b: No space left on device [os_error_code='28']"))
     'No space left on device'
     """
-    said = getattr(error, "strerror", None) or _first_line(error, None)
+    said = getattr(error, "strerror", None) or first_line(error, None)
     return said.rpartition(": ")[2].partition(" [os_error_code")[0]
 
 
-def _first_line(error: Exception, most: int | None = 200) -> str:
+def first_line(error: Exception, most: int | None = 200) -> str:
+    """Return the first line of an error's message, cut to `most` characters."""
     text = str(error).strip().splitlines() or [type(error).__name__]
     return text[0][:most]

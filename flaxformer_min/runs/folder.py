@@ -13,9 +13,9 @@ lock                      held by the process that trains
 import contextlib
 import dataclasses
 import fcntl
+import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,12 @@ import jax
 
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints, restore_params, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints, steps_of
+from flaxformer_min.runs.restore import restore_params
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.files import remove_partial, write_atomically
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
@@ -99,22 +102,20 @@ class RunFolder:
         """The model's sizes, with the vocabularies the tokenizers really have."""
         return fit_vocabulary(self.config().model, self.tokenizers())
 
-    def params(
-        self, step: int | None = None, warn: Callable[[str], None] = warnings.warn
-    ) -> Restored:
-        """The parameters of a checkpoint, on this machine's first device.
+    def params(self, step: int | None = None) -> Restored:
+        """Return the parameters of a checkpoint, on this machine's first device.
 
-        None: what to translate with. That is the mean that `keep_average` kept, else the best
-        checkpoint by validation, else the newest. A damaged one is named to `warn` and the next is
-        tried. Raises ValueError when none is whole, or that of `step` is not there.
+        `step` None: those to translate with, which are the mean that `keep_average` kept, else the
+        best checkpoint by validation, else the newest. A damaged one is logged as a warning and
+        the next is tried. Raises ValueError if none is intact, or the one of `step` is missing.
         """
         self.config()
         if step is None and steps_of(self.averaged):
             try:
-                return Restored(*restore_params(self.averaged, None, warn), is_mean=True)
+                return Restored(*restore_params(self.averaged), is_mean=True)
             except ValueError:
-                warn("the mean cannot be used; a checkpoint is.")
-        return Restored(*restore_params(self.checkpoints, step, warn), is_mean=False)
+                LOGGER.warning("the mean cannot be used; a single checkpoint is.")
+        return Restored(*restore_params(self.checkpoints, step), is_mean=False)
 
     def keep_average(self, params: Any, step: int) -> None:
         """Translate with these parameters from now on."""

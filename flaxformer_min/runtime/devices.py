@@ -1,7 +1,6 @@
 """The machine: its devices, its memory, and where compiled programs are kept."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 from pathlib import Path
@@ -14,12 +13,7 @@ MOST_CPU_DEVICES = 8
 """Each holds parameters of its own in training, and makes one more batch at a time in decoding."""
 
 
-KEEPING = ((-8, 1), (-4, 0), (-1, -1))
-"""For glibc's mallopt: M_ARENA_MAX, one heap for all threads, for only the first can grow without
-end; M_MMAP_MAX, no block outside of it; M_TRIM_THRESHOLD, which never shrinks."""
-
-
-def use_cores(rows: int = 0) -> None:
+def configure_cpu_devices(rows: int = 0) -> None:
     """Make every core of a CPU a device of its own, or fewer that divide `rows`, if any, evenly.
 
     XLA leaves cores idle within small programs: on two cores, two devices train 1.3 times as fast
@@ -34,25 +28,6 @@ def use_cores(rows: int = 0) -> None:
     devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
     with contextlib.suppress(RuntimeError):  # jax has begun already
         jax.config.update("jax_num_cpu_devices", devices)
-
-
-def keep_memory() -> None:
-    """Let the C library keep the memory that a program frees, for the next one to use.
-
-    XLA asks for all the memory of a step anew, hundreds of megabytes. glibc would map and unmap
-    them each time, and the kernel clear them page by page: on two cores a step of a small model
-    then takes 1.4 times, a search 1.1 times as long. The process holds on to the most that it ever
-    needed. To be called before jax computes anything. Does nothing where the user has settings of
-    malloc, or on another C library.
-    """
-    chosen = os.environ.get("GLIBC_TUNABLES", "") + "".join(os.environ)
-    if "glibc.malloc" in chosen or "MALLOC_" in chosen or not hasattr(os, "confstr"):
-        return
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
-            mallopt = ctypes.CDLL(None).mallopt
-            for setting, value in KEEPING:
-                mallopt(setting, value)
 
 
 def same_on(devices: list[jax.Device]) -> jax.sharding.Sharding:
@@ -80,8 +55,8 @@ def on_all_processes(tree: Any) -> Any:
     return jax.tree.map(widen, tree)
 
 
-def describe() -> str:
-    """What jax computes on, and a word if the machine has a GPU that it does not see."""
+def describe_devices() -> str:
+    """Return the devices that jax uses, with a hint if the machine has a GPU that it does not."""
     devices = jax.devices()
     text = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
     text += f" ({devices[0].device_kind})"
@@ -105,7 +80,7 @@ def _nvidia_gpus() -> list[str]:
     return [f"an NVIDIA GPU ({node})" for node in nodes]
 
 
-def keep_compiled_programs(folder: Path) -> None:
+def enable_compilation_cache(folder: Path) -> None:
     """Let later starts reuse what XLA compiles, unless the user configured jax's cache already.
 
     JAX_ENABLE_COMPILATION_CACHE=false turns it off, JAX_COMPILATION_CACHE_DIR says where instead.

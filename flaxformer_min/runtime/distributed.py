@@ -68,7 +68,7 @@ class Distributed:
 
 
 @contextlib.contextmanager
-def together(
+def distributed_session(
     settings: Distributed, prepare: Callable[[int], None] = lambda processes: None
 ) -> Iterator[None]:
     """Be one of several processes while the body runs, if told so or started so by a cluster.
@@ -82,7 +82,7 @@ def together(
         prepare(1)
         yield
         return
-    # Its handler would swallow SIGTERM; `shared_poll` tells the others instead.
+    # Its handler would swallow SIGTERM; `any_process` tells the others instead.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         settings.coordinator or None,
@@ -100,7 +100,7 @@ def together(
         gather("end", "well")
     except BaseException as error:
         _end_all(error)
-    if is_first():
+    if is_main_process():
         _store().key_value_set("failure", "null")
     watch.join()
     jax.distributed.shutdown()
@@ -116,18 +116,18 @@ def index() -> int:
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this is the one process that writes what is written once."""
     return index() == 0
 
 
 @contextlib.contextmanager
-def first_ahead(topic: str) -> Iterator[None]:
+def main_process_first(topic: str) -> Iterator[None]:
     """Process 0 runs the body; then the others do, and find what it left. A topic serves once."""
-    if not is_first():
+    if not is_main_process():
         _store().blocking_key_value_get(f"first/{topic}", PATIENCE)
     yield
-    if is_first() and count() > 1:
+    if is_main_process() and count() > 1:
         _store().key_value_set(f"first/{topic}", "done")
 
 
@@ -146,7 +146,7 @@ def gather(topic: str, value: Any) -> list[Any]:
     ]
 
 
-def shared_poll(poll: Callable[[], bool]) -> Callable[[], bool]:
+def any_process(poll: Callable[[], bool]) -> Callable[[], bool]:
     """`poll`, but true in every process at the same call once it is true in one.
 
     All must call it equally often. The answer is that of the call before, so that a step need not
@@ -202,7 +202,8 @@ def _end_all(error: BaseException) -> None:
     """End this process for its error, or because it was asked to, and the others too."""
     status = 2
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        status = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
+        number = error.args[0] if error.args else signal.SIGINT
+        status = error.code if isinstance(error, SystemExit) else 128 + number
         text = f"process {index()} of {count()} was asked to end. The same commands go on."
     elif re.match("[A-Z_]+: ", str(error)):  # a status of XLA's, whatever the exception's type
         text = _cannot_go_on(error)
@@ -245,6 +246,6 @@ def _end(status: int) -> None:
     """End now: at a regular exit jax would wait for the other processes."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if is_first():
+    if is_main_process():
         time.sleep(1)  # the store ends with this process: let the others read
     os._exit(status)

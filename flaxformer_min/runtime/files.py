@@ -106,3 +106,14 @@ def cache_folder(cache_dir: str = "") -> Path:
     if cache_dir:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxformer_min"
+
+
+def decode_line(line: bytes, first: bool, errors: str = "strict") -> str:
+    r"""Return a line of UTF-8 text without a carriage return, and without a BOM on the `first`.
+
+    >>> decode_line(b"\xef\xbb\xbfone\r", first=True)
+    'one'
+    """
+    if first:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+    return line.removesuffix(b"\r").decode(errors=errors)

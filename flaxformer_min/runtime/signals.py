@@ -1,41 +1,50 @@
-"""Ending politely: a first signal asks, a second one ends at once."""
+"""Graceful stopping: the first signal requests it, a second one ends the process at once."""
 
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
+
+StopCheck = Callable[[], bool] | None
+"""Called between two pieces of work: whether to stop there. None: never."""
+
+
+class Stopped(Exception):
+    """Work ended early, because its `StopCheck` said so."""
 
 
 class StopRequest:
-    """Remembers that the process was asked to end, so that it can finish what it is doing.
+    """Remembers that a signal asked the process to end, so that it can finish its current work.
 
-    Used as a context manager in the main thread. `signal_number` is None, SIGINT or SIGTERM; a
-    program that stops for it ends with status 128 + its number. A second signal ends at once.
+    A context manager for the main thread, and a `StopCheck`. `signal_number` is None, SIGINT or
+    SIGTERM; a program that ends for it exits with status 128 + its number. A second signal ends the
+    process at once.
     """
 
     def __init__(self, announcement: str = ""):
-        """`announcement` is said on stderr when the first signal comes."""
+        """Prepare; `announcement` is written to stderr when the first signal comes."""
         self.signal_number: int | None = None
         self._announcement = announcement
         self._before: dict = {}
 
-    def __bool__(self) -> bool:
-        """Whether to stop."""
+    def __call__(self) -> bool:
+        """Return whether to stop."""
         return self.signal_number is not None
 
     @property
     def status(self) -> int:
-        """The exit status: 130 for Ctrl-C, 143 for SIGTERM, 0 if nobody asked."""
+        """The exit status: 130 for Ctrl-C, 143 for SIGTERM, 0 without a signal."""
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def __enter__(self) -> "StopRequest":
-        """Listen from now on."""
+        """Install the handlers."""
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_) -> None:
-        """Leave signals as they were."""
+        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -44,6 +53,14 @@ class StopRequest:
             os._exit(128 + number)
         self.signal_number = number
         if self._announcement:
-            # To the descriptor: who reads stderr may have gone, or a line be half written to it.
+            # To the descriptor: the reader of stderr may be gone, or a line half written.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._announcement}\n".encode())
+
+
+class InterruptOnSignal(StopRequest):
+    """Turns the first SIGINT or SIGTERM into a KeyboardInterrupt, whose argument is its number."""
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        super()._handle(number, frame)
+        raise KeyboardInterrupt(number)

@@ -26,7 +26,7 @@ def open_streams() -> None:
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[None]:
+def ignore_broken_pipe() -> Iterator[None]:
     """What the body says is said now; where nobody can hear it any more, the program goes on."""
     try:
         yield

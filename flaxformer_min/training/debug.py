@@ -1,4 +1,4 @@
-"""Which operation made the first value that is not finite."""
+"""Find the operation that produced the first value that is not finite."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,41 +6,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax.extend import core
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.distributed import gather
 from flaxformer_min.tokens import Batch
+from flaxformer_min.training.loss import TokenLoss
 from flaxformer_min.training.step import Metrics, TrainState, dropout_key, gradient_sums
 
 PACKAGE = Path(__file__).parents[1]
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Where an operation that only calls others keeps them."""
+"""Parameters in which an operation that only calls others holds them."""
 
 LOOPS = ("scan", "while", "cond")
 
 
 class NotFinite(Exception):
-    """An operation gave a value that is not finite, from values that are."""
+    """An operation produced a value that is not finite from finite ones."""
 
 
 def stopping_at_not_finite(
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
-    model: Transformer,
+    model: nn.Module,
     config: TrainingConfig,
+    token_loss: TokenLoss | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The same step; where it is skipped, RuntimeError names the operation that is to blame.
+    """Return the same step, which raises RuntimeError if it is skipped, naming the operation.
 
-    A skipped step leaves the parameters as they were, so that it can be taken again, with the same
-    dropout, one operation after another. Steps that are finite only cost the look at their metrics.
+    A skipped step leaves the parameters unchanged, so it can be repeated with the same dropout, one
+    operation after another. For finite steps, only their metrics are read.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state, metrics = train_step(state, batch)
         if metrics["skipped"]:
             taken = state._replace(step=state.step - 1)
-            found = gather("not finite", find_not_finite(model, config, taken, batch))
+            found = gather("not finite", find_not_finite(model, config, taken, batch, token_loss))
             blame = next(filter(None, found), "each gradient alone is finite, their sum is not")
             raise RuntimeError(f"training stopped at step {int(state.step)}: {blame}.")
         return state, metrics
@@ -49,12 +51,16 @@ def stopping_at_not_finite(
 
 
 def find_not_finite(
-    model: Transformer, config: TrainingConfig, state: TrainState, batch: Batch
+    model: nn.Module,
+    config: TrainingConfig,
+    state: TrainState,
+    batch: Batch,
+    token_loss: TokenLoss | None = None,
 ) -> str | None:
-    """The first operation of this process's share of a step that makes NaN or infinity of numbers.
+    """Describe the first operation of this process's share of a step that is not finite.
 
-    `batch` is [devices accumulation rows length], as the step takes it. None where there is no
-    such operation.
+    `batch` is [devices accumulation rows length], as the step takes it. None if there is no such
+    operation.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jnp.isfinite(leaf).all():
@@ -65,7 +71,7 @@ def find_not_finite(
         key = dropout_key(state, device, number, config)
 
         def gradients(params: Any, part: Batch = part, key: Any = key) -> Any:
-            return gradient_sums(model, params, part, key, config)
+            return gradient_sums(model, params, part, key, config, token_loss)
 
         program = jax.make_jaxpr(gradients)(state.params)
         try:
@@ -87,7 +93,7 @@ def _parts(batch: Batch) -> Iterator[tuple[int, int, Batch]]:
 
 
 def _run(program: core.Jaxpr, constants: list, arguments: list, inside: str = "") -> list:
-    """Compute a program; raise NotFinite at its first operation that made no number of numbers."""
+    """Compute a program; raise NotFinite at the first operation that is not finite."""
     known = dict(zip([*program.constvars, *program.invars], [*constants, *arguments], strict=True))
 
     def value(of: Any) -> Any:
@@ -95,17 +101,17 @@ def _run(program: core.Jaxpr, constants: list, arguments: list, inside: str = ""
 
     for operation in program.eqns:
         given = [value(of) for of in operation.invars]
-        place = "/".join(filter(None, [inside, str(operation.source_info.name_stack)]))
+        scope = "/".join(filter(None, [inside, str(operation.source_info.name_stack)]))
         inner = next((operation.params[name] for name in INNER if name in operation.params), None)
         if inner is None or operation.primitive.name in LOOPS:
             made = operation.primitive.bind(*given, **operation.params)
             made = made if operation.primitive.multiple_results else [made]
             if all(map(_finite, given)) and not all(map(_finite, made)):
-                raise NotFinite(_describe(operation, given, made, place))
+                raise NotFinite(_describe(operation, given, made, scope))
         elif isinstance(inner, core.ClosedJaxpr):
-            made = _run(inner.jaxpr, inner.consts, given, place)
+            made = _run(inner.jaxpr, inner.consts, given, scope)
         else:
-            made = _run(inner, [], given, place)
+            made = _run(inner, [], given, scope)
         known.update(zip(operation.outvars, made, strict=True))
     return [value(of) for of in program.outvars]
 
@@ -114,7 +120,7 @@ def _finite(array: Any) -> bool:
     return not _is_real(array) or bool(jnp.isfinite(array).all())
 
 
-def _describe(operation: core.JaxprEqn, given: list, made: list, place: str) -> str:
+def _describe(operation: core.JaxprEqn, given: list, made: list, scope: str) -> str:
     bad = "NaN" if any(_is_real(array) and jnp.isnan(array).any() for array in made) else "infinity"
     largest = max((float(jnp.abs(each).max()) for each in given if _is_real(each)), default=0.0)
     text = f"{operation.primitive.name} made the first {bad}, of numbers up to {largest:.3g}"
@@ -126,7 +132,7 @@ def _describe(operation: core.JaxprEqn, given: list, made: list, place: str) -> 
     if ours:
         where = Path(ours[0].file_name).relative_to(PACKAGE.parent)
         text += f", at {where}:{ours[0].line_num}"
-    return f"{text}, in {place}"
+    return f"{text}, in {scope}"
 
 
 def _is_real(array: Any) -> bool:

@@ -1,227 +1,248 @@
-"""The loop: read a batch, take a step, say how it goes, validate, save; again."""
+"""The training loop: take steps, log, validate, save, until a given step or a stop request."""
 
 import contextlib
+import dataclasses
+import logging
 import math
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import jax
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.checkpoint import Checkpoints, Metric
+from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import Batch
-from flaxformer_min.training.metrics import MetricsLog
+from flaxformer_min.training.metrics import MetricsLog, Window
 from flaxformer_min.training.step import Metrics, TrainState
 
+LOGGER = logging.getLogger("flaxformer_min")
 
-class Rows(Protocol):
-    """Batches without end, that can go on where they stood."""
+Validate = Callable[[Any, int], Mapping[str, float] | None]
+"""From parameters and step to scores, "validation_loss" among them, or None if it was stopped."""
+
+
+class BatchIterator(Protocol):
+    """An endless iterator of batches whose position can be saved."""
 
     def __next__(self) -> Batch:
-        """The next batch."""
+        """Return the next batch."""
 
     def get_state(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the position."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a position."""
 
 
-class Window:
-    """Sums since the last line of metrics. Saved with a checkpoint, so that a cut leaves no trace.
+@dataclasses.dataclass
+class Progress:
+    """What a checkpoint carries beside arrays, so that a resumed run equals an uncut one.
 
-    All but the clock is the same for a run that was cut and one that was not.
+    window:             sums of the metrics since the last line of them.
+    costs:              of all validations, lower is better (see `Metric.cost`); None without one.
+    validation_pending: a validation was due, and a stop request came before its end.
+    skipped_in_a_row:   steps up to the last one whose loss or gradient was not finite.
     """
 
-    def __init__(self, sums: Mapping[str, float] | None = None):
-        """Start empty, or from what a checkpoint holds."""
-        self.sums = dict(sums or {})
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Leave out of the rates what happens from here to the next call (a validation, say)."""
-        self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Count one step."""
-        counts = {"steps": 1} | {name: metrics[name] for name in ("places", "real", "tokens")}
-        if not metrics["skipped"]:
-            counts |= {name: metrics[name] for name in ("loss", "accuracy", "gradient_norm")}
-        counts |= {"learned": 1 - metrics["skipped"], "skipped": metrics["skipped"]}
-        for name, value in counts.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.sums["learning_rate"] = metrics["learning_rate"]
-        self._tokens += metrics["tokens"]
-        self._steps += 1
-
-    def close(self) -> dict[str, float]:
-        """The line of metrics, and an empty window."""
-        sums, seconds = self.sums, max(time.perf_counter() - self._since, 1e-9)
-        learned = max(sums["learned"], 1)
-        line = {
-            name: sums.get(name, 0.0) / learned for name in ("loss", "accuracy", "gradient_norm")
-        }
-        line |= {
-            "learning_rate": sums["learning_rate"],
-            "skipped": sums["skipped"],
-            "padding": 1 - sums["real"] / sums["places"],
-            "tokens_per_second": self._tokens / seconds,
-            "steps_per_second": self._steps / seconds,
-        }
-        self.sums = {}
-        self.restart_clock()
-        return line
+    window: dict[str, float] = dataclasses.field(default_factory=dict)
+    costs: list[float | None] = dataclasses.field(default_factory=list)
+    validation_pending: bool = False
+    skipped_in_a_row: int = 0
 
 
-def train(
-    state: TrainState,
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
-    rows: Rows,
-    split: Callable[[Batch], Batch],
-    config: TrainingConfig,
-    checkpoints: Checkpoints,
-    log: MetricsLog,
-    validate: Callable[[Any, int], dict[str, float] | None],
-    *,
-    stop: Callable[[], bool] = bool,
-    before: Mapping[str, Any] | None = None,
-    say: Callable[[str], None] = print,
-) -> TrainState:
-    """Train until `config.steps`, or until `stop()`; then save and return the state.
+@dataclasses.dataclass
+class Trainer:
+    """Trains until `config.steps`, a stop request, or the end of its patience.
 
-    `rows` give the host's batches and `split` lays them out for the devices. `validate(params,
-    step)` returns metrics, "validation_loss" and "validation_bleu" among them if the best
-    checkpoint is to be known; or None where it was told to stop, and it is then called again when
-    training goes on. `before` is the description of the checkpoint that training goes on from. A
-    step's metrics are read while the next one runs.
+    state:       where to begin. It is donated step by step; `run` returns the last one.
+    train_step:  see `make_train_step`.
+    batches:     the batches of this process.
+    shard:       lays a batch out for its devices (see `shard_batch`).
+    checkpoints: where to save, or None to save nothing.
+    validate:    scores parameters, or None for no validation. If it returns None, because it was
+                 stopped, it is called again when training continues.
+    progress:    from the checkpoint that training continues from.
 
-    Raises RuntimeError after `config.max_skipped` steps in a row that were not finite.
+    The metrics of a step are read while the next one runs. `scores` are those of the newest
+    validation.
     """
-    before = before or {}
-    step, summary = int(state.step), Window(before.get("window"))
-    saved = step
-    pending: Metrics | None = None
-    in_a_row, ranks, owed = 0, list(before.get("ranks", ())), before.get("owed", False)
 
-    def take_in(waiting: Metrics | None, step: int) -> None:
-        nonlocal in_a_row
-        if waiting is None:
-            return
-        metrics = {name: float(value) for name, value in jax.device_get(waiting).items()}
-        summary.add(metrics)
-        in_a_row = in_a_row + 1 if metrics["skipped"] else 0
-        if in_a_row >= config.max_skipped:
-            raise RuntimeError(_not_finite(step, in_a_row))
+    state: TrainState
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    batches: BatchIterator
+    shard: Callable[[Batch], Batch]
+    config: TrainingConfig
+    checkpoints: Checkpoints | None = None
+    log: MetricsLog | None = None
+    validate: Validate | None = None
+    stop: StopCheck = None
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def save(rank: float | None = None) -> None:
-        nonlocal saved
-        meta = {"rows": rows.get_state(), "window": summary.sums, "ranks": ranks, "owed": owed}
-        checkpoints.save(step, state.to_dict(), meta, rank)
-        saved = step
+    def __post_init__(self):
+        """Take over what the progress holds."""
+        self._step = int(self.state.step)  # follows state.step, which takes a sync to read
+        self._saved = self._step
+        self._window = Window(self.progress.window)
+        self._unread: Metrics | None = None
 
-    def check() -> float | None:
-        nonlocal owed
-        scores = validate(state.best_params, step)
-        summary.restart_clock()
-        owed = scores is None
-        if owed:
-            return None
-        log.write(step, scores)
-        rank = rank_of(scores, config.best_by)
-        ranks.append(math.inf if rank is None else rank)
-        return rank
+    def run(self) -> TrainState:
+        """Train, save, and return the state.
 
-    def next_batch() -> Batch | None:
-        if step >= config.steps or stop() or out_of_patience(ranks, config.patience):
+        Raises RuntimeError after `config.max_skipped` steps in a row that were not finite.
+        """
+        if self.progress.validation_pending:
+            self._validate_pending()
+        if self._step < self.config.steps and self._out_of_patience():
+            LOGGER.info(_impatience(self.config))
+        with _progress_bar(self._step, self.config.steps) as bar:
+            while (batch := self._next_batch()) is not None:
+                self._take_step(batch)
+                bar.update()
+        self._read_metrics()
+        if self._saved != self._step:
+            self._save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        return self.state
+
+    def _next_batch(self) -> Batch | None:
+        if self._step >= self.config.steps or self._stopping() or self._out_of_patience():
             return None
         try:
-            return next(rows)
+            return next(self.batches)
         except RuntimeError:
-            # A signal to all processes of a job ends those that assemble batches, too. Several that
-            # train together must end after the same step, and only some would here.
-            if jax.process_count() > 1 or not stop():
+            # A signal to all processes of a job also ends the workers that assemble batches. Of
+            # several training processes, all must end after the same step, so this is an error.
+            if jax.process_count() > 1 or not self._stopping():
                 raise
             return None
 
-    if owed:
-        rank = check()
-        if not owed:
-            checkpoints.describe(step, {"ranks": ranks, "owed": False}, rank)
-    if step < config.steps and out_of_patience(ranks, config.patience):
-        say(_impatience(config))
-    with _progress(step, config.steps) as bar:
-        while (batch := next_batch()) is not None:
-            state, metrics = train_step(state, split(batch))
-            take_in(pending, step)
-            pending, step = metrics, step + 1
-            bar.update()
-            due = [step % every == 0 for every in (config.log_every, config.validate_every)]
-            due.append(step % config.save_every == 0)
-            if any(due) or step == config.steps:
-                take_in(pending, step)
-                pending = None
-            if due[0]:
-                line = summary.close()
-                log.write(step, line)
-                say(_readable(step, config.steps, line))
-            rank = None
-            if due[1] or step == config.steps:
-                rank = check()
-            impatient = out_of_patience(ranks, config.patience)
-            if impatient:
-                say(_impatience(config))
-            best = rank is not None and rank <= min(ranks)
-            if due[2] or step == config.steps or impatient or best:
-                save(rank)
-    take_in(pending, step)
-    if saved != step:
-        save()
-    checkpoints.wait()
-    return state
+    def _take_step(self, batch: Batch) -> None:
+        config = self.config
+        self.state, metrics = self.train_step(self.state, self.shard(batch))
+        self._read_metrics()
+        self._unread, self._step = metrics, self._step + 1
+        last = self._step == config.steps
+        log, validate, save = (
+            self._step % every == 0
+            for every in (config.log_every, config.validate_every, config.save_every)
+        )
+        if log or validate or save or last:
+            self._read_metrics()
+        if log:
+            self._write_metrics()
+        metric = self._validate() if validate or last else None
+        impatient = self._out_of_patience()
+        if impatient:
+            LOGGER.info(_impatience(config))
+        best = metric is not None and metric.cost <= min(_known(self.progress.costs))
+        if save or last or impatient or best:
+            self._save(metric)
+
+    def _read_metrics(self) -> None:
+        """Count the metrics of the last step, once."""
+        if self._unread is None:
+            return
+        metrics = {name: float(value) for name, value in jax.device_get(self._unread).items()}
+        self._unread = None
+        self._window.add(metrics)
+        skipped = self.progress.skipped_in_a_row + 1 if metrics["skipped"] else 0
+        self.progress.skipped_in_a_row = skipped
+        if skipped >= self.config.max_skipped:
+            raise RuntimeError(_not_finite(self._step, skipped))
+
+    def _write_metrics(self) -> None:
+        line = self._window.close()
+        if self.log is not None:
+            self.log.write(self._step, line)
+        LOGGER.info(_format_metrics(self._step, self.config.steps, line))
+
+    def _validate(self) -> Metric | None:
+        """Validate, and return the metric that selects checkpoints."""
+        if self.validate is None:
+            return None
+        scores = self.validate(self.state.eval_params, self._step)
+        self._window.restart_clock()
+        self.progress.validation_pending = scores is None
+        if scores is None:
+            return None
+        self.scores = scores
+        if self.log is not None:
+            self.log.write(self._step, scores)
+        metric = selection_metric(scores, self.config.best_by)
+        self.progress.costs.append(None if metric is None else metric.cost)
+        return metric
+
+    def _validate_pending(self) -> None:
+        """Make up for a validation that a stop request prevented; describe it in the checkpoint."""
+        metric = self._validate()
+        if not self.progress.validation_pending and self.checkpoints is not None:
+            self.checkpoints.describe(self._step, self._description(), metric)
+
+    def _save(self, metric: Metric | None = None) -> None:
+        self._saved = self._step
+        if self.checkpoints is not None:
+            step = int(self.state.step)
+            self.checkpoints.save(step, self.state.to_dict(), self._description(), metric)
+
+    def _description(self) -> dict[str, Any]:
+        self.progress.window = self._window.sums
+        progress = dataclasses.asdict(self.progress)
+        return {"batches": self.batches.get_state(), "progress": progress}
+
+    def _stopping(self) -> bool:
+        return self.stop is not None and self.stop()
+
+    def _out_of_patience(self) -> bool:
+        return out_of_patience(self.progress.costs, self.config.patience)
+
+
+def out_of_patience(costs: Sequence[float | None], patience: int | None) -> bool:
+    """Return whether none of the last `patience` validations costs less than all before them.
+
+    >>> out_of_patience([3.0, 2.0, 2.5], 2), out_of_patience([3.0, 2.0, 2.5, 2.0], 2)
+    (False, True)
+    """
+    if patience is None or len(costs) <= patience:
+        return False
+    return min(_known(costs[-patience:])) >= min(_known(costs[:-patience]))
+
+
+def _known(costs: Sequence[float | None]) -> list[float]:
+    return [math.inf if cost is None else cost for cost in costs]
+
+
+def selection_metric(scores: Mapping[str, float], best_by: str) -> Metric | None:
+    """Return the score that selects the best checkpoint; None if it was not measured or is NaN.
+
+    >>> selection_metric({"validation_loss": 2.0, "validation_bleu": 30.0}, "bleu")
+    Metric(name='validation_bleu', value=30.0)
+    >>> selection_metric({"validation_loss": float("nan")}, "loss")
+    """
+    name = f"validation_{best_by}"
+    value = scores.get(name, math.nan)
+    return Metric(name, value) if math.isfinite(value) else None
+
+
+def _format_metrics(step: int, steps: int, line: Mapping[str, float]) -> str:
+    left = (steps - step) / line["steps_per_second"] if line["steps_per_second"] else 0
+    skipped = f"  skipped {line['skipped']:.0f}" if line["skipped"] else ""
+    return (
+        f"step {step:,}/{steps:,}  loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
+        f"learning rate {line['learning_rate']:.2e}  gradient norm {line['gradient_norm']:.2f}  "
+        f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
+        f"padding {line['padding']:.1%}  {timedelta(seconds=int(left))} left" + skipped
+    )
 
 
 def _impatience(config: TrainingConfig) -> str:
     return (
         f"Stopping: {config.patience} validations in a row found nothing better. A larger "
-        "--training.patience goes on."
-    )
-
-
-def out_of_patience(ranks: Sequence[float], patience: int | None) -> bool:
-    """Whether none of the last `patience` validations ranks below all before them.
-
-    >>> out_of_patience([3.0, 2.0, 2.5], 2), out_of_patience([3.0, 2.0, 2.5, 2.0], 2)
-    (False, True)
-    """
-    if patience is None or len(ranks) <= patience:
-        return False
-    return min(ranks[-patience:]) >= min(ranks[:-patience])
-
-
-def rank_of(scores: Mapping[str, float], best_by: str) -> float | None:
-    """Lower is better; None where nothing comparable was measured, a loss of NaN included.
-
-    >>> rank_of({"validation_loss": 2.0, "validation_bleu": 30.0}, "bleu")
-    -30.0
-    >>> rank_of({"validation_loss": float("nan")}, "loss")
-    """
-    if best_by == "bleu" and "validation_bleu" in scores:
-        return -scores["validation_bleu"]
-    loss = scores.get("validation_loss", math.nan)
-    return loss if math.isfinite(loss) else None
-
-
-def _readable(step: int, steps: int, line: Mapping[str, float]) -> str:
-    left = (steps - step) / line["steps_per_second"] if line["steps_per_second"] else 0
-    skipped = f"  skipped {line['skipped']:.0f}" if line["skipped"] else ""
-    return (
-        f"step {step:,}/{steps:,}  loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
-        f"rate {line['learning_rate']:.2e}  gradient {line['gradient_norm']:.2f}  "
-        f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
-        f"padding {line['padding']:.1%}  {timedelta(seconds=int(left))} left" + skipped
+        "--training.patience continues."
     )
 
 
@@ -231,16 +252,15 @@ def _not_finite(step: int, count: int) -> str:
         "row. Likely causes: too high a learning rate (training.learning_rate_scale, "
         "training.warmup_steps), no clipping (training.clip_norm), bfloat16 where float32 is "
         "needed (model.dtype), or broken text. The last checkpoint is intact; another rate or "
-        "clipping needs another --workdir."
+        "clipping needs another run folder."
     )
 
 
 @contextlib.contextmanager
-def _progress(step: int, steps: int):
-    """A bar where stderr is a terminal; nothing elsewhere."""
-    from tqdm import tqdm
+def _progress_bar(step: int, steps: int) -> Iterator[Any]:
+    """A bar on a terminal or in a notebook; nothing elsewhere."""
+    from tqdm.auto import tqdm
 
-    with tqdm(
-        total=steps, initial=step, unit="step", disable=not sys.stderr.isatty(), leave=False
-    ) as bar:
+    shown = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(total=steps, initial=step, unit="step", disable=not shown, leave=False) as bar:
         yield bar

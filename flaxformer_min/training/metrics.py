@@ -1,4 +1,4 @@
-"""What training tells: a line on the terminal, a line of JSON, a TensorBoard event."""
+"""Training metrics: summed over a window of steps, logged as JSON lines and TensorBoard events."""
 
 import contextlib
 import json
@@ -9,16 +9,62 @@ from pathlib import Path
 from flaxformer_min.runtime.files import write_atomically
 
 
+class Window:
+    """Sums of metrics since the last line. Part of a checkpoint, so that a cut leaves no trace.
+
+    All but the clock is the same for a run that was interrupted and one that was not.
+    """
+
+    def __init__(self, sums: Mapping[str, float] | None = None):
+        """Start empty, or from the sums that a checkpoint holds."""
+        self.sums = dict(sums or {})
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time until now out of the rates (that of a validation, for example)."""
+        self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Count one step."""
+        counts = {"steps": 1} | {name: metrics[name] for name in ("positions", "real", "tokens")}
+        if not metrics["skipped"]:
+            counts |= {name: metrics[name] for name in ("loss", "accuracy", "gradient_norm")}
+        counts |= {"learned": 1 - metrics["skipped"], "skipped": metrics["skipped"]}
+        for name, value in counts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.sums["learning_rate"] = metrics["learning_rate"]
+        self._tokens += metrics["tokens"]
+        self._steps += 1
+
+    def close(self) -> dict[str, float]:
+        """Return the line of metrics, and empty the window."""
+        sums, seconds = self.sums, max(time.perf_counter() - self._since, 1e-9)
+        learned = max(sums["learned"], 1)
+        line = {
+            name: sums.get(name, 0.0) / learned for name in ("loss", "accuracy", "gradient_norm")
+        }
+        line |= {
+            "learning_rate": sums["learning_rate"],
+            "skipped": sums["skipped"],
+            "padding": 1 - sums["real"] / sums["positions"],
+            "tokens_per_second": self._tokens / seconds,
+            "steps_per_second": self._steps / seconds,
+        }
+        self.sums = {}
+        self.restart_clock()
+        return line
+
+
 class MetricsLog:
-    """Writes the metrics of a run; a run that goes on forgets what came after its checkpoint."""
+    """Writes the metrics of a run. A resumed run drops the lines after its checkpoint."""
 
     def __init__(self, jsonl: Path, tensorboard: Path, resumed_from: int, active: bool = True):
-        """Open both logs; `active` False (processes other than the first) writes nothing."""
+        """Open both logs, or none if not `active`, as in all processes but the main one."""
         self._file = self._events = None
         if not active:
             return
-        _forget_after(jsonl, resumed_from)
-        # Not SummaryWriter: its queue waits for ever once its thread has met a full disk.
+        _drop_after(jsonl, resumed_from)
+        # Not SummaryWriter: its queue blocks for ever once its thread has met a full disk.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -30,9 +76,9 @@ class MetricsLog:
         self._events.write_event(event)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record, flushed: a killed run has lost nothing of it.
+        """Write one record and flush it, so that a killed run has it.
 
-        Raises OSError where the disk is full.
+        Raises OSError if the disk is full.
         """
         if self._file is None:
             return
@@ -48,21 +94,21 @@ class MetricsLog:
             self._events.flush()
         except OSError as error:
             raise OSError(
-                f"metrics must be written as training goes; {self._file.name}: {error.strerror}. "
-                "Make room, and start again to go on from the newest checkpoint."
+                f"metrics must be written during training; {self._file.name}: {error.strerror}. "
+                "Make room, and start again to continue from the newest checkpoint."
             ) from error
 
     def close(self) -> None:
         """Close both logs."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # `write` has told what could not be written
+            with contextlib.suppress(OSError):  # `write` has reported it
                 self._file.close()
             with contextlib.suppress(OSError):
                 self._events.close()
 
 
 def read_metrics(jsonl: Path) -> list[dict]:
-    """The records of a run, oldest first; a line that is none, as one cut off, is left out."""
+    """Return the records of a run, oldest first, without lines that are not records."""
     text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
     records = []
     for line in text.splitlines():
@@ -75,7 +121,7 @@ def read_metrics(jsonl: Path) -> list[dict]:
     ]
 
 
-def _forget_after(jsonl: Path, step: int) -> None:
+def _drop_after(jsonl: Path, step: int) -> None:
     if not jsonl.exists():
         return
     kept = [record for record in read_metrics(jsonl) if record["step"] <= step]

@@ -1,4 +1,4 @@
-"""How fast to learn, when (section 5.3)."""
+"""The learning-rate schedule (section 5.3)."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from flaxformer_min.config import TrainingConfig
 def learning_rate(d_model: int, config: TrainingConfig) -> Callable[[Int[Array, ""]], Float]:
     """lrate = scale · d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5), equation 3.
 
-    Steps count from 1 in the paper and from 0 in optax, so that the first update is step 1. With
-    `cooldown_steps` a factor then falls from one in a line, to reach zero after the last step (Zhai
-    et al. 2022, "Scaling vision transformers"); the paper has none. A run of fewer steps cools down
-    from its first one on.
+    The returned function takes the steps taken so far, from 0; the paper counts from 1. With
+    `cooldown_steps`, a factor falls linearly from one to zero after the last step (Zhai et al.
+    2022, "Scaling vision transformers"); the paper has none. A run with fewer steps cools down
+    from its first one.
 
     >>> rate = learning_rate(512, TrainingConfig(warmup_steps=4000))
     >>> [f"{float(rate(step - 1)):.2e}" for step in (1, 4000, 16000)]

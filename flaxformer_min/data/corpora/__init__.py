@@ -16,7 +16,8 @@ empty sides too (see `is_empty`), for the caller to skip and count.
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.data.corpora.pairs import Pairs, _two_languages
+from flaxformer_min.data.corpora.pairs import Pairs
+from flaxformer_min.languages import parse_languages
 
 
 def read_pairs(
@@ -64,15 +65,15 @@ def _open(corpus: str, languages: str, cache_dir: str, download: bool) -> Any:
             "A corpus must be cldr:SOURCE-TARGET (as cldr:en-ko), text:DIR or tfds:NAME/CONFIG (as "
             f"tfds:wmt14_translate/de-en); got {corpus!r}."
         )
-    wanted = _two_languages(languages) if languages else None
+    wanted = parse_languages(languages) if languages else None
     if kind == "text":
-        from flaxformer_min.data.corpora.text import _TextCorpus
+        from flaxformer_min.data.corpora.text import TextCorpus
 
-        return _TextCorpus(Path(place).expanduser(), wanted)
+        return TextCorpus(Path(place).expanduser(), wanted)
     if kind == "cldr":
-        from flaxformer_min.data.corpora.cldr import _CldrCorpus
+        from flaxformer_min.data.corpora.cldr import CldrCorpus
 
-        return _CldrCorpus(place, wanted, cache_dir)
-    from flaxformer_min.data.corpora.tfds import _tfds_corpus
+        return CldrCorpus(place, wanted, cache_dir)
+    from flaxformer_min.data.corpora.tfds import open_tfds
 
-    return _tfds_corpus(place, wanted, cache_dir, download)
+    return open_tfds(place, wanted, cache_dir, download)

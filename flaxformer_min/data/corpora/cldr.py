@@ -36,9 +36,17 @@ import absl.logging
 import tensorflow_datasets as tfds
 from babel import Locale, UnknownLocaleError, localedata
 
-from flaxformer_min.data.corpora.cldr_kinds import Kind, Phrase, _alone, _kinds, _rivals, _say
-from flaxformer_min.data.corpora.pairs import Pairs, _find_split, _list, _two_languages
-from flaxformer_min.data.corpora.tfds import _RecordPairs
+from flaxformer_min.data.corpora.cldr_kinds import (
+    Kind,
+    Phrase,
+    _say,
+    names_alone,
+    phrase_kinds,
+    rivals_of,
+)
+from flaxformer_min.data.corpora.pairs import Pairs, _list, find_split
+from flaxformer_min.data.corpora.tfds import RecordPairs
+from flaxformer_min.languages import parse_languages
 from flaxformer_min.runtime.files import cache_folder
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -82,13 +90,13 @@ def phrases(
     pair = parse_locale(source), parse_locale(target)
     if pair[0] == pair[1]:
         raise ValueError(f"A corpus needs two different languages; got {source!r} twice.")
-    kinds = _kinds(*pair)
-    rivals = _rivals(kinds, *pair)
+    kinds = phrase_kinds(*pair)
+    rivals = rivals_of(kinds, *pair)
     seen: set[str] = set()
     for current, full_size in SIZES.items():
         rng = random.Random(f"{seed} {current}")
         wanted = full_size if size is None or current != split else size
-        found = _alone(*pair)[:wanted] if current == "train" else []
+        found = names_alone(*pair)[:wanted] if current == "train" else []
         seen.update(phrase.source for phrase in found)
         _sample(found, wanted, kinds, rivals, pair, current, seen, rng)
         if current == split:
@@ -240,11 +248,12 @@ def _quiet_tfds() -> Iterator[None]:
         absl.logging.set_verbosity(verbosity)
 
 
-class _CldrCorpus:
+class CldrCorpus:
     """The embedded phrases in two locales; they are prepared when pairs are wanted."""
 
     def __init__(self, place: str, wanted: tuple[str, str] | None, cache_dir: str):
-        languages = _two_languages(place)
+        """Check the locales; nothing is prepared yet."""
+        languages = parse_languages(place)
         if wanted and set(wanted) != set(languages):
             raise ValueError(
                 f"cldr:{place} is in {_list(languages)}; got languages {'-'.join(wanted)!r}. Write "
@@ -256,8 +265,10 @@ class _CldrCorpus:
         self.cache = cache_folder(cache_dir)
 
     def splits(self) -> list[str]:
+        """Return the names of the splits, sorted."""
         return sorted(SIZES)
 
     def pairs(self, split: str) -> Pairs:
-        name = _find_split(split, self.splits(), f"cldr:{'-'.join(self.languages)}")
-        return _RecordPairs(prepare(*self.languages, self.cache), name, self.languages)
+        """Return the sentence pairs of a split."""
+        name = find_split(split, self.splits(), f"cldr:{'-'.join(self.languages)}")
+        return RecordPairs(prepare(*self.languages, self.cache), name, self.languages)

@@ -74,7 +74,7 @@ def plain_spaces(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=2)  # comparing the units takes a second, and there are three splits
-def _kinds(source: Locale, target: Locale) -> tuple[Kind, ...]:
+def phrase_kinds(source: Locale, target: Locale) -> tuple[Kind, ...]:
     """Every kind of phrase that both locales have."""
     return (
         *_date_kinds(source, target),
@@ -242,7 +242,7 @@ def _name_kinds(source: Locale, target: Locale) -> list[Kind]:
     return kinds
 
 
-def _rivals(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str, list[Kind]]:
+def rivals_of(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str, list[Kind]]:
     """For each kind, the earlier ones that say the same value alike in the source, not the target.
 
     Found on 48 values of each draw; which of the rivals' texts coincide is seen value by value.
@@ -437,7 +437,7 @@ def _names(source: Locale, target: Locale) -> list[tuple[str, str]]:
     return [name for name in named if len(meanings[_name(name, source)]) == 1]
 
 
-def _alone(source: Locale, target: Locale) -> list[Phrase]:
+def names_alone(source: Locale, target: Locale) -> list[Phrase]:
     """Every name by itself, for training: a name that was never seen cannot be translated."""
     texts: dict[str, Phrase] = {}
     for name in _names(source, target):

@@ -4,7 +4,7 @@ import abc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 Pair = tuple[str, str]
 
@@ -65,17 +65,7 @@ class Pairs(Sequence[Pair], abc.ABC):
             yield from self[start : start + 16_384]
 
 
-def _two_languages(text: str) -> tuple[str, str]:
-    parts = text.split("-")
-    if len(parts) != 2 or not all(parts) or parts[0] == parts[1]:
-        raise ValueError(
-            "Languages must be two different ones, the source first, joined by one hyphen, as in "
-            f"en-de; got {text!r}."
-        )
-    return parts[0], parts[1]
-
-
-def _find_split(wanted: str, known: list[str], where: str) -> str:
+def find_split(wanted: str, known: list[str], where: str) -> str:
     """The split of that name, or the only one that goes by a usual other name for it."""
     if wanted in known:
         return wanted
@@ -92,3 +82,58 @@ def _find_split(wanted: str, known: list[str], where: str) -> str:
 
 def _list(names) -> str:
     return ", ".join(sorted(names))
+
+
+class SequenceOfPairs(Pairs):
+    """Any sequence of (source, target) with `len` and `[i]`, such as a list."""
+
+    languages = ("", "")
+
+    def __init__(self, items: Sequence[Pair], name: str):
+        """Take the sequence; `name` is what errors call it."""
+        self._items, self._name = items, name
+        if not len(items):
+            raise ValueError(f"{name} must hold at least one pair; it is empty.")
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self._items)
+
+    def identity(self) -> list:
+        """Return the fingerprint of the sequence if it has one, or else a digest of all pairs."""
+        if hasattr(self._items, "fingerprint"):
+            return [self._items.fingerprint()]
+        digest = hashlib.sha256()
+        for pair in self:
+            digest.update(json.dumps(pair).encode())
+        return [digest.hexdigest()]
+
+    def _read(self, indices: range) -> list[Pair]:
+        return [self._checked(i, self._items[i]) for i in indices]
+
+    def _checked(self, index: int, pair: Any) -> Pair:
+        if (
+            isinstance(pair, str)
+            or len(pair) != 2
+            or not all(isinstance(side, str) for side in pair)
+        ):
+            raise ValueError(
+                f"{self._name}[{index}] must be a pair of two texts, source and target; got "
+                f"{pair!r}."
+            )
+        return pair[0], pair[1]
+
+
+def as_pairs(pairs: Any, name: str) -> Pairs:
+    """Return any sequence of sentence pairs as `Pairs`.
+
+    Raises ValueError for what has no length or cannot be indexed, and for an empty sequence.
+    """
+    if isinstance(pairs, Pairs):
+        return pairs
+    if isinstance(pairs, str) or not hasattr(pairs, "__len__") or not hasattr(pairs, "__getitem__"):
+        raise ValueError(
+            f"{name} must be a sequence of sentence pairs, with len() and [i]; got "
+            f"{type(pairs).__name__}. Make a list of it."
+        )
+    return SequenceOfPairs(pairs, name)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flaxformer_min.data.corpora.pairs import Pair, Pairs, _find_split, _list
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, _list, find_split
+from flaxformer_min.runtime.files import decode_line
 
 
-class _TextCorpus:
+class TextCorpus:
     """A folder of line-aligned files: SPLIT.LANGUAGE, or SPLIT.tsv; each may end in .gz."""
 
     def __init__(self, folder: Path, languages: tuple[str, str] | None):
+        """List the files of the folder."""
         if not folder.is_dir():
             raise ValueError(f"text:DIR must name a folder; there is no folder {folder}.")
         self.folder, self.wanted = folder, languages
@@ -25,6 +27,7 @@ class _TextCorpus:
                 self.files.setdefault(split, {}).setdefault(ending, []).append(path)
 
     def splits(self) -> list[str]:
+        """Return the names of the splits, sorted."""
         return sorted(
             split
             for split, endings in self.files.items()
@@ -34,16 +37,18 @@ class _TextCorpus:
 
     @property
     def languages(self) -> tuple[str, str]:
+        """Source and target language."""
         names = self.splits()
         if not names:
             raise ValueError(self._nothing_here())
         return self._languages_of(names[0])
 
     def pairs(self, split: str) -> Pairs:
+        """Return the sentence pairs of a split."""
         names = self.splits()
         if not names:
             raise ValueError(self._nothing_here())
-        name = _find_split(split, names, str(self.folder))
+        name = find_split(split, names, str(self.folder))
         languages, endings = self._languages_of(name), self.files[name]
         if "tsv" in endings:
             if self.wanted and set(self.wanted) <= set(endings):
@@ -119,11 +124,8 @@ class _Lines:
 
     def read(self, index: int) -> str:
         start = int(self.ends[index - 1]) + 1 if index else 0
-        line = self.content[start : int(self.ends[index])]
-        if not index:
-            line = line.removeprefix(b"\xef\xbb\xbf")
         try:
-            return line.removesuffix(b"\r").decode()
+            return decode_line(self.content[start : int(self.ends[index])], first=not index)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.path}, line {index + 1}: text must be UTF-8; {error.reason} at byte "

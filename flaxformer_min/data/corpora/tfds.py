@@ -3,30 +3,34 @@
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.data.corpora.pairs import Pair, Pairs, _find_split, _list
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, _list, find_split
 
 
-class _TfdsCorpus:
+class TfdsCorpus:
     """A prepared data set of tensorflow_datasets and the direction to read it in."""
 
     def __init__(self, builder: Any, languages: tuple[str, str]):
+        """Take a prepared set and the languages to read."""
         self.builder, self.languages = builder, languages
 
     def splits(self) -> list[str]:
+        """Return the names of the splits, sorted."""
         return sorted(self.builder.info.splits)
 
     def pairs(self, split: str) -> Pairs:
-        name = _find_split(split, self.splits(), self.builder.info.full_name)
-        return _RecordPairs(self.builder, name, self.languages)
+        """Return the sentence pairs of a split."""
+        name = find_split(split, self.splits(), self.builder.info.full_name)
+        return RecordPairs(self.builder, name, self.languages)
 
 
-class _RecordPairs(Pairs):
+class RecordPairs(Pairs):
     """Records of an array_record file, each a tf.train.Example with one text for each language.
 
     They are parsed here: tfds decodes the features of 20,000 records a second, this 80,000.
     """
 
     def __init__(self, builder: Any, split: str, languages: tuple[str, str]):
+        """Open the records of a split."""
         import tensorflow_datasets as tfds
 
         self.languages = languages
@@ -38,9 +42,11 @@ class _RecordPairs(Pairs):
         self.records = source.data_source  # without the builder, which is slow to pickle
 
     def __len__(self) -> int:
+        """Return the number of pairs."""
         return len(self.records)
 
     def identity(self) -> list:
+        """Return name, version, split and languages."""
         return self._identity
 
     def _read(self, indices: range) -> list[Pair]:
@@ -58,9 +64,10 @@ class _RecordPairs(Pairs):
         return pairs
 
 
-def _tfds_corpus(
+def open_tfds(
     place: str, wanted: tuple[str, str] | None, cache_dir: str, download: bool
-) -> _TfdsCorpus:
+) -> TfdsCorpus:
+    """Return the set, downloaded and prepared if that is allowed; ValueError otherwise."""
     builder = _tfds_builder(place, cache_dir)
     known = _translation_languages(builder, place)
     languages = wanted or _order(builder, known)
@@ -71,7 +78,7 @@ def _tfds_corpus(
         if not download:
             raise ValueError(_how_to_prepare(place, languages, cache_dir, builder))
         _download(builder, place)
-    return _TfdsCorpus(builder, languages)
+    return TfdsCorpus(builder, languages)
 
 
 def _tfds_builder(place: str, cache_dir: str) -> Any:

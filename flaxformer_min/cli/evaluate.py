@@ -1,0 +1,142 @@
+"""`evaluate`: translate a test set and measure all that is measured."""
+
+import argparse
+import contextlib
+import itertools
+import json
+from typing import Any
+
+from flaxformer_min.cli.lines import (
+    CHUNK,
+    Stop,
+    json_number,
+    on_one_line,
+    open_output,
+    progress,
+    read_aligned,
+    write,
+)
+from flaxformer_min.cli.options import SEARCH, load, search_options
+from flaxformer_min.cli.speed import Speed
+from flaxformer_min.evaluation import perplexity
+
+
+def evaluate(args: argparse.Namespace, stop: Stop) -> int:
+    """All measures of one test set."""
+    from flaxformer_min import evaluation
+    from flaxformer_min.data.corpora.pairs import is_empty
+
+    with open_output(args.output) if args.output else contextlib.nullcontext() as kept:
+        data, languages, pairs = _test_set(args)
+        target = languages.partition("-")[2]
+        tokenize = args.tokenize or evaluation.default_tokenize(target)
+        evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # fails before the work, not after it
+        used = [not is_empty(pair) for pair in pairs]
+        if not any(used):
+            raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
+        # Skipped pairs keep their places, so that a warning names the right line.
+        pairs = [pair if use else ("", "") for pair, use in zip(pairs, used, strict=True)]
+        translator = load(args)
+        options = search_options(args, translator)
+        speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
+        if kept:
+            write(kept, texts)
+    hypotheses, references = (
+        list(itertools.compress(side, used)) for side in (texts, [b for _, b in pairs])
+    )
+    measured = evaluation.evaluate(
+        hypotheses, references, lowercase=args.lowercase, tokenize=tokenize
+    )
+    report = {
+        "runs": args.runs,
+        "steps": [each.step for each in translator.restored],
+        "means": [each.is_mean for each in translator.restored],
+        "data": data,
+        "languages": languages,
+        "skipped": len(pairs) - len(references),
+        "tokenize": tokenize,
+        "lowercase": args.lowercase,
+        **{name: getattr(options, name) for name in SEARCH},
+        **measured.to_dict(),
+        "perplexity": perplexity(log_prob, tokens),
+        "target_tokens": tokens,
+        **speed.to_dict(),
+    }
+    with open_output(None) as output:
+        write(output, _report(args, report, measured, speed))
+    return 0
+
+
+def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
+    """What it is called, its languages, its pairs."""
+    from flaxformer_min.data.corpora import read_pairs
+    from flaxformer_min.runs.folder import RunFolder
+
+    data = RunFolder(args.runs[0]).config().data
+    if (args.source is None) != (args.reference is None):
+        raise ValueError("--source and --reference belong together; give both or neither.")
+    if args.source is None:
+        split = args.split or "test"
+        try:
+            pairs = list(read_pairs(data.corpus, split, data.languages, data.cache_dir))
+        except ValueError as error:
+            raise ValueError(
+                f"{error} That is the run's own corpus; --source and --reference name other text."
+            ) from error
+        return f"{split} of {data.corpus}", data.languages, pairs
+    if args.split is not None:
+        raise ValueError("--split is of the run's own corpus; leave it out beside --source.")
+    chunks = read_aligned(args.source, args.reference)
+    pairs = [pair for _, sides in chunks for pair in zip(*sides, strict=True)]
+    return f"{args.source} and {args.reference}", data.languages, pairs
+
+
+def _translate_and_score(
+    translator: Any, options: Any, pairs: list[tuple[str, str]], stop: Stop
+) -> tuple[Speed, list[str], float, int]:
+    """Translations of all pairs, and the log-probability and number of the references' tokens."""
+    speed, texts, log_prob, tokens = Speed(translator), [], 0.0, 0
+    with progress(len(pairs)) as told:
+        for start in range(0, len(pairs), CHUNK):
+            chunk = pairs[start : start + CHUNK]
+            common = {"first_line": start + 1, "stop": stop}
+            with stop.patiently():
+                found = translator.hypotheses([source for source, _ in chunk], options, **common)
+            new = [on_one_line(of_line[0].text) for of_line in found]
+            speed.count([text for text, pair in zip(new, chunk, strict=True) if pair != ("", "")])
+            texts += new
+            told(len(chunk))
+    for start in range(0, len(pairs), CHUNK):
+        chunk = pairs[start : start + CHUNK]
+        common = {"first_line": start + 1, "stop": stop}
+        with stop.patiently():
+            scores = translator.score(chunk, **common)
+        kept = [one for one, pair in zip(scores, chunk, strict=True) if pair != ("", "")]
+        log_prob += sum(one.log_prob for one in kept)
+        tokens += sum(len(one.tokens) for one in kept)
+    return speed, texts, log_prob, tokens
+
+
+def _report(
+    args: argparse.Namespace, report: dict[str, Any], measured: Any, speed: Speed
+) -> list[str]:
+    """The lines that `evaluate` writes."""
+    if args.json:
+        finite = {"perplexity": json_number(report["perplexity"])}
+        return [json.dumps(report | finite, ensure_ascii=False)]
+    models = [
+        f"{run}, {'mean up to ' if mean else ''}step {step:,}"
+        for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
+    ]
+    chosen = "as asked for" if args.tokenize else f"which fits {report['languages']}"
+    return [
+        f"model: {', '.join(models)}",
+        f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "
+        "empty side skipped",
+        "search: " + ", ".join(f"{name.replace('_', ' ')} {report[name]}" for name in SEARCH),
+        f"BLEU's tokenizer: {report['tokenize']}, {chosen}",
+        *measured.lines(),
+        f"perplexity = {report['perplexity']:.4f} per target token, EOS included, of "
+        f"{report['target_tokens']:,}",
+        f"speed: {speed}",
+    ]

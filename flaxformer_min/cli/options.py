@@ -1,0 +1,44 @@
+"""From command-line arguments to a translator and its search options."""
+
+import argparse
+from typing import Any
+
+SEARCH = ("beam_size", "length_penalty", "max_extra_tokens", "min_length")
+
+
+def load(args: argparse.Namespace) -> Any:
+    """Return the translator of the runs that were named."""
+    import logging
+
+    from flaxformer_min.decoding.translator import Translator
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs its own defaults
+    translator = Translator.load(*args.runs, step=args.step)
+    if getattr(args, "batch_size", None):
+        translator.runner.batch_size = args.batch_size
+    return translator
+
+
+def search_options(args: argparse.Namespace, translator: Any) -> Any:
+    """Return the search options: those typed, and the run's own for the rest."""
+    from flaxformer_min.decoding.choices import Sampling
+
+    typed = {name: getattr(args, name, None) for name in (*SEARCH, "n_best")}
+    changes = {name: value for name, value in typed.items() if value is not None}
+    if getattr(args, "sample", False):
+        sampling = Sampling(args.temperature or 1.0, args.top_k, args.top_p or 1.0)
+        changes |= {"sampling": sampling, "seed": args.seed or 0}
+        changes.setdefault("beam_size", args.n_best)
+    options = translator.options(**changes)
+    if options.n_best > options.beam_size:
+        raise ValueError(
+            f"--n-best must not exceed the number of hypotheses; got {options.n_best} of "
+            f"{options.beam_size}. Raise --beam-size."
+        )
+    vocab_size = translator.target_tokenizer.vocab_size
+    if options.beam_size > vocab_size:
+        raise ValueError(
+            f"--beam-size must not exceed the vocabulary of {vocab_size:,}, for there are no more "
+            f"continuations; got {options.beam_size:,}."
+        )
+    return options

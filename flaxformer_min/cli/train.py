@@ -1,0 +1,140 @@
+"""Train a translation model, or continue a run: flaxformer-min train [CONFIG] [--workdir RUN] ...
+
+Without arguments it learns to translate embedded English phrases into Korean. CONFIG is a Python
+file that ends in `config = Config(...)`, or RUN/config.json to continue that run. A run that exists
+continues from its newest checkpoint.
+"""
+
+import dataclasses
+import runpy
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from flaxformer_min.cli.terminal import log_to_terminal
+from flaxformer_min.config import Config
+from flaxformer_min.experiment.run import TrainResult, train
+from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
+from flaxformer_min.runtime.distributed import (
+    Distributed,
+    distributed_session,
+    gather,
+    is_main_process,
+)
+from flaxformer_min.runtime.files import cache_folder
+from flaxformer_min.runtime.memory import tune_malloc
+from flaxformer_min.runtime.signals import InterruptOnSignal
+from flaxformer_min.runtime.streams import ignore_broken_pipe
+
+DEFAULT_CONFIG = Path(__file__).with_name("cldr_en_ko.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    """The settings of a run, its folder, and the processes that train it."""
+
+    workdir: Path = Path("runs")
+    """The run folder. Several processes must share it."""
+
+    profile: int = 0
+    """Record so many steps, from the 11th of this start on, as a timeline in RUN/profile; 0: none.
+    The main process records its own devices."""
+
+    distributed: Distributed = Distributed()
+
+    def __post_init__(self):
+        """Check what is not a setting of the run."""
+        super().__post_init__()
+        if self.profile < 0:
+            raise ValueError(f"--profile must be at least 0 steps; got {self.profile}.")
+
+
+def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
+    """Run the command and return its exit status.
+
+    0 when training has ended, 2 for a user's mistake, 130 and 143 after Ctrl-C and SIGTERM.
+    """
+    with InterruptOnSignal() as signals, log_to_terminal(prog, only_if=is_main_process):
+        try:
+            settings = read_arguments(argv, prog)
+            tune_malloc()
+
+            def configure(processes: int) -> None:
+                configure_cpu_devices(settings.data.rows_per_batch // processes)
+
+            with distributed_session(settings.distributed, configure):
+                result = _train(settings)
+                status = max(gather("status", signals.status))
+                with ignore_broken_pipe():
+                    _print_next_command(result, [prog, *argv])
+                return status
+        except (ValueError, OSError, RuntimeError) as error:
+            with ignore_broken_pipe():
+                print(f"{prog}: error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            with ignore_broken_pipe():
+                print("\nStopped. The same command continues.", file=sys.stderr)
+            return signals.status
+
+
+def _train(settings: Arguments) -> TrainResult:
+    config = Config(*(getattr(settings, field.name) for field in dataclasses.fields(Config)))
+    enable_compilation_cache(cache_folder(config.data.cache_dir))
+    return train(config, settings.workdir, profile=settings.profile)
+
+
+def _print_next_command(result: TrainResult, command: list[str]) -> None:
+    if not is_main_process():
+        return
+    if result.stopped:
+        program = "python train.py" if command[0] == "train.py" else command[0]
+        again = shlex.join(command[1:])
+        print(f"Stopped at step {result.step:,} and saved. To continue: {program} {again}".rstrip())
+        return
+    run = shlex.quote(str(result.run.path))
+    print(f"Translate with this run:\n  echo '{result.example}' | flaxformer-min translate {run}")
+
+
+def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
+    """Return the settings of the config file, overridden by those of the command line."""
+    named = bool(argv) and not argv[0].startswith("-")
+    path = Path(argv[0]) if named else DEFAULT_CONFIG
+    if not path.is_file():
+        raise ValueError(
+            "a config is a Python file that ends in `config = Config(...)`, or the config.json of "
+            f"a run; there is no {path}."
+        )
+    if path.suffix == ".json":
+        config, workdir = Config.from_json(path.read_text(), path), path.parent
+    else:
+        config, workdir = read_config(path), Path("runs") / path.stem
+    groups = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return tyro.cli(
+        Arguments,
+        prog=f"{prog} [CONFIG]",
+        description=__doc__,
+        default=Arguments(**groups, workdir=workdir),
+        args=list(argv[1:] if named else argv),
+    )
+
+
+def read_config(path: Path) -> Config:
+    """Return what a Python file calls `config`."""
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except ValueError:
+        raise  # the config's own rules, in a sentence
+    except Exception as error:  # a user's file may raise anything
+        unknown = "unexpected keyword argument" in str(error)
+        way_out = "`flaxformer-min train --help` lists all settings." if unknown else ""
+        raise ValueError(
+            f"{path} must be a Python file that makes a config; {type(error).__name__}: {error}. "
+            f"{way_out}".strip()
+        ) from error
+    if not isinstance(config, Config):
+        raise ValueError(f"{path} must end in `config = Config(...)`; got {config!r}.")
+    return config

@@ -1,0 +1,67 @@
+"""The model of a job: this package's Transformer, or one of the caller's own."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from flaxformer_min.config import Config, ModelConfig
+from flaxformer_min.decoding.translator import DECODING_METHODS, fit_model
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
+from flaxformer_min.tokens import Batch, Tokens
+
+TRAINING_METHODS = ("hidden_states", "logits")
+"""What training and validation call: hidden_states(batch), logits(x)."""
+
+
+def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers) -> nn.Module:
+    """Return the model with the vocabulary that the tokenizers have.
+
+    Raises ValueError for a given model without the methods of training, or of another vocabulary.
+    """
+    fitted = fit_vocabulary(config.model, tokenizers)
+    if given is None:
+        return Transformer(fitted)
+    missing = [name for name in TRAINING_METHODS if not hasattr(given, name)]
+    if missing:
+        raise ValueError(
+            f"model must have the methods {' and '.join(TRAINING_METHODS)}; "
+            f"{type(given).__name__} has no {missing[0]}. See docs/extending.md."
+        )
+    model = fit_model(given, fitted)
+    vocab_size = _vocab_size(model)
+    if vocab_size != fitted.vocab_size:
+        raise ValueError(
+            f"the model must have one logit for each of the {fitted.vocab_size:,} pieces of the "
+            f"target vocabulary; got {vocab_size:,}. Build it with that size, or give it a field "
+            "`config` of type ModelConfig, which is then set to the size."
+        )
+    return model
+
+
+def _vocab_size(model: nn.Module) -> int:
+    tokens = Tokens(*(np.ones((1, 8), np.int32),) * 3)
+
+    def logits(module: nn.Module, batch: Batch) -> jax.Array:
+        return module.logits(module.hidden_states(batch))
+
+    shapes = jax.eval_shape(
+        lambda key: model.init_with_output(key, Batch(tokens, tokens), method=logits)[0],
+        jax.random.key(0),
+    )
+    return shapes.shape[-1]
+
+
+def can_decode(model: nn.Module) -> bool:
+    """Return whether the model has the methods that the search calls."""
+    return all(hasattr(model, name) for name in DECODING_METHODS)
+
+
+def with_architecture(config: Config, model: nn.Module | None) -> Config:
+    """Return the settings with the name of the given model, which loading the run will ask for."""
+    if model is None:
+        return config
+    named: ModelConfig = dataclasses.replace(config.model, architecture=type(model).__name__)
+    return dataclasses.replace(config, model=named)

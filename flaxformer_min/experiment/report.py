@@ -1,0 +1,91 @@
+"""What a training job reports to a person, through the logger "flaxformer_min"."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.data.batches import EpochBatches
+from flaxformer_min.runtime.devices import describe_devices
+from flaxformer_min.training.step import TrainState
+
+LOGGER = logging.getLogger("flaxformer_min")
+
+MUCH_PADDING = 0.05
+"""Share of padding from which better row lengths are suggested, if there are any."""
+
+MEMORY_ADVICE = (
+    "Training needs less with --model.remat or --model.dtype bfloat16, or, in a new run folder, "
+    "with fewer --data.rows-per-batch and more --training.gradient-accumulation; translating, with "
+    "a smaller --decoding.batch-size or --decoding.beam-size."
+)
+
+
+class Stopwatch:
+    """Measures the stages of a job."""
+
+    def __init__(self):
+        """Start the first stage."""
+        self.started = self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def finish(self, stage: str) -> None:
+        """End a stage; the next one begins."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
+        self._since = now
+
+    def __str__(self) -> str:
+        """The stages with their seconds."""
+        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())
+
+
+def report_first_step(train_step: Callable, watch: Stopwatch) -> Callable:
+    """Return the same step; the first one is waited for and reported, with the time since start."""
+    waiting = True
+
+    def step(state: TrainState, batch: Any) -> Any:
+        nonlocal waiting
+        result = train_step(state, batch)
+        if waiting:
+            waiting = False
+            jax.block_until_ready(result)
+            seconds = time.perf_counter() - watch.started
+            LOGGER.info("The first step is done %.1f s after the start of training.", seconds)
+        return result
+
+    return step
+
+
+def report_start(folder: Any, config: ModelConfig, state: TrainState, epoch: EpochBatches) -> None:
+    """Report devices, sizes of model, batch and epoch, and better row lengths if there are any."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    sides = epoch.encoded.source, epoch.encoded.target
+    tokens = [side.lengths.sum() / len(epoch) for side in sides]
+    LOGGER.info(
+        f"{describe_devices()}; run folder {folder}\n"
+        f"{parameters / 1e6:.1f} M parameters, vocabulary {config.vocab_size:,}; "
+        f"a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
+        f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
+    )
+    even = epoch.even_row_lengths()
+    if epoch.padding() > MUCH_PADDING and sum(even) > 1.02 * sum(epoch.row_lengths):
+        LOGGER.info(
+            f"Rows of {even[0]} source and {even[1]} target tokens would suit this text better: "
+            f"--data.source-row-length {even[0]} --data.target-row-length {even[1]}"
+        )
+
+
+def format_example(pair: tuple[str, str], translation: str) -> str:
+    """Return a source, its translation and the reference, for people to compare.
+
+    >>> print(format_example(("one two", "two one"), "two two"))
+        one two
+          -> two two
+           (two one)
+    """
+    source, reference = pair
+    return f"    {source}\n      -> {translation}\n       ({reference})"

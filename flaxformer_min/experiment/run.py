@@ -1,0 +1,311 @@
+"""One training job: from settings and text to a run folder that translates."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from flaxformer_min.config import Config
+from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.evaluation import Evaluation
+from flaxformer_min.experiment.averaging import drop_average, validate_average
+from flaxformer_min.experiment.model import build_model, can_decode, with_architecture
+from flaxformer_min.experiment.prepare import GIVEN, Prepared, open_split, prepare
+from flaxformer_min.experiment.report import (
+    MEMORY_ADVICE,
+    Stopwatch,
+    report_first_step,
+    report_start,
+)
+from flaxformer_min.experiment.state import initialise, restore
+from flaxformer_min.experiment.validation import Validator, score_test_set, target_language
+from flaxformer_min.runs.checkpoint import steps_of
+from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runtime.devices import CompileClock
+from flaxformer_min.runtime.distributed import (
+    any_process,
+    count,
+    is_main_process,
+    main_process_first,
+)
+from flaxformer_min.runtime.memory import with_oom_hint
+from flaxformer_min.runtime.signals import StopCheck
+from flaxformer_min.tokens import Batch
+from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.loss import TokenLoss
+from flaxformer_min.training.metrics import MetricsLog, read_metrics
+from flaxformer_min.training.profile import Profile
+from flaxformer_min.training.step import TrainState
+
+LOGGER = logging.getLogger("flaxformer_min")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What `train` leaves.
+
+    run:        the run folder.
+    step:       steps taken so far, in all starts together.
+    stopped:    whether a stop request came before the end; the same call continues.
+    validation: the newest scores: "loss", "perplexity", "accuracy", "bleu"; those not measured are
+                missing.
+    test:       scores of the test split, translated with what `translator` holds; None without a
+                test split, or if stopped.
+    example:    a source sentence of the validation split, to try.
+    """
+
+    run: RunFolder
+    step: int
+    stopped: bool
+    validation: Mapping[str, float]
+    test: Evaluation | None = None
+    example: str = ""
+    model: nn.Module | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def translator(self) -> Translator:
+        """The best model so far, as `Translator.load` restores it."""
+        return Translator.load(self.run.path, model=self.model)
+
+
+def train(
+    config: Config,
+    workdir: str | Path,
+    *,
+    pairs: Mapping[str, Sequence[tuple[str, str]]] | None = None,
+    model: nn.Module | None = None,
+    token_loss: TokenLoss | None = None,
+    stop: StopCheck = None,
+    profile: int = 0,
+) -> TrainResult:
+    """Train a translation model in the folder `workdir`, or continue the run that is there.
+
+    pairs:      sentence pairs as {"train": ..., "validation": ..., "test": ...}, instead of
+                `config.data.corpus`; "test" may be missing. Lists, or any objects with `len` and
+                `[i]`; with a `fingerprint()` of their content they are not read again when cached.
+    model:      any Linen module with `hidden_states(batch)` and `logits(x)`, instead of the
+                Transformer of `config.model` (see docs/extending.md).
+    token_loss: used instead of label-smoothed cross-entropy.
+    stop:       called between steps: whether to save and return.
+    profile:    record this many steps, from the 11th of this start on, in the run folder.
+
+    Ctrl-C (or Stop in a notebook) finishes the step, saves, and returns `stopped=True`; a second
+    one is raised. The same call then continues as if there had been no interruption, bit for bit.
+    The call changes no process-wide settings and installs no signal handlers. Progress is logged to
+    "flaxformer_min" at level INFO.
+
+    Raises ValueError for settings, text or a folder that cannot be used, RuntimeError if training
+    diverges or memory does not suffice, OSError if the disk is full.
+
+    >>> config = Config(...)                                    # doctest: +SKIP
+    >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
+    """
+    run, interrupt = RunFolder(workdir), Interrupt(stop)
+    with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
+        with main_process_first("lock"):
+            if is_main_process():
+                held.enter_context(run.locked())
+        watch, compiled = Stopwatch(), CompileClock()
+        try:
+            prepared = prepare(run, with_architecture(config, model), pairs)
+        except KeyboardInterrupt:
+            if count() > 1:
+                raise  # the other processes must end, too
+            return TrainResult(run, _newest_step(run), True, {}, model=model)
+        watch.finish("data and tokenizer")
+        job = Job(run, prepared, model, token_loss, interrupt, profile, watch)
+        result = interrupt.shield(job.run_to_end)
+        if not result.stopped:
+            LOGGER.info("Time: %s; of these %s.", watch, compiled)
+        return result
+
+
+def _newest_step(run: RunFolder) -> int:
+    return max(steps_of(run.checkpoints), default=0)
+
+
+class Interrupt:
+    """Turns the first KeyboardInterrupt into a stop request. A `StopCheck`, as is `stop`."""
+
+    def __init__(self, stop: StopCheck):
+        """Combine it with the caller's own request."""
+        self._stop, self._came = stop, threading.Event()
+
+    def __call__(self) -> bool:
+        """Return whether to stop."""
+        return self._came.is_set() or (self._stop is not None and self._stop())
+
+    def shield(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in a thread, which a KeyboardInterrupt cannot tear apart.
+
+        Python raises it in the main thread between any two operations: inside of a step, it would
+        lose the state that the step has donated.
+        """
+        pool = ThreadPoolExecutor(1, "train")
+        try:
+            running = pool.submit(work)
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
+                self._came.set()
+                return running.result()
+        finally:
+            pool.shutdown(wait=False)
+
+
+@dataclasses.dataclass
+class Job:
+    """The stages of a job after its text was prepared."""
+
+    run: RunFolder
+    prepared: Prepared
+    given_model: nn.Module | None
+    token_loss: TokenLoss | None
+    stop: Callable[[], bool]
+    profile: int
+    watch: Stopwatch
+
+    def __post_init__(self):
+        """Build the model."""
+        self.config = self.prepared.config
+        self.model = build_model(self.given_model, self.config, self.prepared.tokenizers)
+        self.poll = any_process(self.stop)
+
+    def run_to_end(self) -> TrainResult:
+        """Train, average, and score the test set."""
+        batches = self._batches()
+        with contextlib.closing(batches):
+            state, train_step = self._initialise(batches)
+            self.watch.finish("data and tokenizer")
+            validate = self._validator(state)
+            trainer = self._train(state, train_step, batches, validate)
+        self.watch.finish("training")
+        step, stopped = int(trainer.state.step), self.poll()
+        if not stopped and self.config.training.average_checkpoints > 1:
+            validate_average(self.run, self.config.training, validate, step)
+            self.watch.finish("average")
+        test = None if stopped else self._score_test_set()
+        self.watch.finish("test")
+        scores = self._newest_scores(trainer.scores)
+        stopped = stopped or self.poll()
+        sources = (source for source, _ in self.prepared.pairs["validation"] if "'" not in source)
+        example = next(sources, "")
+        return TrainResult(self.run, step, stopped, scores, test, example, self.given_model)
+
+    def _batches(self) -> TrainingBatches:
+        data, training = self.config.data, self.config.training
+        return TrainingBatches(
+            self.prepared.encoded["train"],
+            (data.source_row_length, data.target_row_length),
+            data.rows_per_batch * training.gradient_accumulation,
+            training.seed,
+            data.workers,
+            jax.process_index(),
+            jax.process_count(),
+            subword_sampling=data.subword_sampling,
+        )
+
+    def _initialise(self, batches: TrainingBatches) -> tuple[TrainState, Callable]:
+        epoch = batches.epoch(0)
+        ended = _newest_step(self.run) >= self.config.training.steps
+        return initialise(
+            self.config,
+            self.model,
+            self.token_loss,
+            report=lambda state: report_start(self.run.path, self.config.model, state, epoch),
+            first_batch=None if ended else lambda: self._shard(epoch[0]),
+        )
+
+    def _shard(self, batch: Batch) -> Batch:
+        accumulation = self.config.training.gradient_accumulation
+        return shard_batch(batch, jax.local_device_count(), accumulation)
+
+    def _validator(self, state: TrainState) -> Validator:
+        data, tokenizers = self.config.data, self.prepared.tokenizers
+        translator = None
+        if can_decode(self.model) and self.config.training.validation_sentences:
+            limit = self.config.model.max_positions
+            decoding = self.config.decoding
+            translator = Translator([self.model], [state.params], tokenizers, decoding, limit)
+        held_out = single_pass(
+            self.prepared.encoded["validation"],
+            (data.source_row_length, data.target_row_length),
+            data.rows_per_batch,
+            jax.process_index(),
+            jax.process_count(),
+        )
+        pairs = self.prepared.pairs["validation"]
+        return Validator(self.config, self.model, held_out, pairs, translator, self.poll)
+
+    def _train(
+        self, state: TrainState, train_step: Callable, batches: TrainingBatches, validate: Validator
+    ) -> Trainer:
+        run, training = self.run, self.config.training
+        with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
+            state, progress = restore(checkpoints, state, batches, self.config)
+            step = int(state.step)
+            if step < training.steps or training.average_checkpoints == 1:
+                drop_average(run, "of a former end")
+            profile = Profile(run.profile, self.profile if is_main_process() else 0)
+            log = MetricsLog(run.metrics, run.tensorboard, step, active=is_main_process())
+            with contextlib.closing(log), profile:
+                trainer = Trainer(
+                    state,
+                    profile.wrap(report_first_step(train_step, self.watch)),
+                    batches,
+                    self._shard,
+                    training,
+                    checkpoints,
+                    log,
+                    validate,
+                    self.poll,
+                    progress,
+                )
+                trainer.run()
+        return trainer
+
+    def _score_test_set(self) -> Evaluation | None:
+        """Score the test split with what a user would restore; once, in the main process."""
+        test = None
+        with main_process_first("test score"):
+            if is_main_process() and can_decode(self.model):
+                test = self._scores_of(self._test_pairs())
+        return test
+
+    def _test_pairs(self) -> Sequence[tuple[str, str]]:
+        if self.config.data.corpus == GIVEN:
+            return self.prepared.pairs.get("test", ())
+        try:
+            return open_split(self.config, "test")
+        except ValueError as error:
+            LOGGER.info("No test score: %s", error)
+            return ()
+
+    def _scores_of(self, pairs: Sequence[tuple[str, str]]) -> Evaluation | None:
+        if not len(pairs):
+            return None
+        translator = Translator.load(self.run.path, model=self.given_model)
+        return score_test_set(translator, pairs, target_language(self.config), self.stop)
+
+    def _newest_scores(self, scores: Mapping[str, float]) -> dict[str, float]:
+        if not scores:  # nothing was left to do: those of the start that ended the run
+            validated = [
+                line for line in read_metrics(self.run.metrics) if "validation_loss" in line
+            ]
+            scores = validated[-1] if validated else {}
+        prefix = "validation_"
+        return {
+            name.removeprefix(prefix): value
+            for name, value in scores.items()
+            if name.startswith(prefix)
+        }

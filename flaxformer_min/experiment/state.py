@@ -1,0 +1,77 @@
+"""The state that training begins with: initial, restored, or taken from another run."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from flaxformer_min.config import Config
+from flaxformer_min.data.batches import TrainingBatches
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runtime.devices import replicate
+from flaxformer_min.training.debug import stopping_at_not_finite
+from flaxformer_min.training.loop import Progress
+from flaxformer_min.training.loss import TokenLoss
+from flaxformer_min.training.step import TrainState, init_state, make_train_step
+
+LOGGER = logging.getLogger("flaxformer_min")
+
+
+def initialise(
+    config: Config,
+    model: nn.Module,
+    token_loss: TokenLoss | None,
+    report: Callable[[TrainState], None],
+    first_batch: Callable[[], Any] | None,
+) -> tuple[TrainState, Callable]:
+    """Return the initial state and the train step.
+
+    `report` is called with the shapes of the state. The step is compiled for `first_batch()` while
+    the state is computed; None compiles it at the first step.
+    """
+    train_step = make_train_step(model, config, token_loss)
+
+    def while_compiling(state: TrainState) -> None:
+        report(state)
+        if first_batch is not None and jax.process_count() == 1:  # several lower real arrays only
+            train_step.lower(state, first_batch()).compile()
+
+    state = init_state(model, config, while_compiling)
+    if config.training.debug_nans:
+        train_step = stopping_at_not_finite(train_step, model, config.training, token_loss)
+    return state, train_step
+
+
+def restore(
+    checkpoints: Checkpoints, state: TrainState, batches: TrainingBatches, config: Config
+) -> tuple[TrainState, Progress]:
+    """Continue from the newest checkpoint; without one, from another run or from `state`.
+
+    The batch iterator is set to its saved position, too.
+    """
+    found = checkpoints.restore(state.to_dict())
+    if found is None:
+        if config.training.init_from:
+            state = init_from(RunFolder(config.training.init_from), state)
+        return state, Progress()
+    step, restored, description = found
+    position = description["batches"]
+    if batches.is_of_other_text(position):
+        LOGGER.warning("the training text has changed; continuing at the same position of it.")
+    batches.set_state(position)
+    LOGGER.info("Continuing from step %s.", f"{step:,}")
+    return TrainState(**restored), Progress(**description["progress"])
+
+
+def init_from(former: RunFolder, state: TrainState) -> TrainState:
+    """Return an initial state with the parameters that another run translates with."""
+    found = former.params()
+    LOGGER.info("Beginning with the parameters of step %s of %s.", f"{found.step:,}", former.path)
+    params = replicate(found.params, jax.local_devices())
+    # A copy, because a buffer cannot be donated twice.
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average)
