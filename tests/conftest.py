@@ -27,6 +27,14 @@ install_import_hook(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def memory_is_given_back():
+    """Compiled programs of one file are of no use to the next: together they take gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture
 def failed_transfers():
     """Orbax leaves coroutines behind where reading or writing fails; they end with the test."""
