@@ -5,7 +5,7 @@ The same program as `flaxformer-min train`; `--help` lists every setting.
 
 import sys
 
-from flaxformer_min.cli import train
+from flaxformer_min.cli import train_command
 
 if __name__ == "__main__":
-    sys.exit(train(prog="train.py"))
+    sys.exit(train_command(prog="train.py"))

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         open_streams()
         argv = sys.argv[1:]
     if argv[:1] == ["train"]:
-        return train(argv[1:])
+        return train_command(argv[1:])
     try:
         with Stop() as stop, log_to_terminal("flaxformer-min", level="WARNING"):
             try:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def train(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
+def train_command(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
     """Run `flaxformer-min train`, which is also train.py; as `main`."""
     if argv is None:
         open_streams()
