@@ -1,7 +1,7 @@
-"""Every number a run depends on, in one place, named as the paper names it.
+"""All settings of a run, named as in the paper.
 
-A `Config` is four frozen dataclasses. It checks itself when it is made, goes to JSON and back, and
-knows which of its settings may change when a run is continued.
+A `Config` holds four frozen dataclasses. It is validated when it is created, converts to JSON and
+back, and records which settings may change when a run is continued.
 """
 
 import dataclasses
@@ -13,60 +13,59 @@ from flaxformer_min.config_fields import check_fields, check_known, setting
 from flaxformer_min.languages import parse_languages
 
 FORMAT_VERSION = 1
-"""Of the run folder: config.json, the parameters' names and the files beside them."""
-
+"""Version of the run folder's format: config.json, the names of parameters and the other files."""
 
 RENAMED = {"training": {"begin_from": "init_from"}}
-"""Former names of settings, by group: a config.json of an earlier version has these."""
+"""Former names of settings by group, which a config.json of an earlier version may contain."""
 
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
-"""The settings of a model that only matter while it learns."""
-
+"""The settings of a model that only matter in training."""
 
 LENGTH_PENALTY_LIMIT = 10
-"""A larger one makes of long translations' penalties more than float32 holds."""
+"""Largest length penalty; with a larger one, long translations would overflow float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where sentence pairs come from, and how they become rows of tokens (section 5.1)."""
+    """The corpus, and how sentence pairs are packed into rows of tokens (section 5.1)."""
 
     corpus: str = setting("cldr:en-ko")
-    """`cldr:en-ko` (embedded, any two CLDR locales), `text:DIR` (train.en, train.de, ...; also .gz
-    or one .tsv) or `tfds:wmt14_translate/de-en` (any tfds translation set)."""
+    """`cldr:en-ko` (embedded; any two CLDR locales), `text:DIR` (train.en, train.de, ..., or
+    train.tsv; also .gz) or `tfds:wmt14_translate/de-en` (any translation dataset of tfds)."""
 
     languages: str = setting("")
-    """Source and target language as `en-de`. Empty: as the corpus names them."""
+    """Source and target language, as in `en-de`. Empty: the corpus's own."""
 
     tokenizer_sample: int = setting(1_000_000, at_least=1)
-    """Train the tokenizer on at most this many pairs, drawn evenly from the training split."""
+    """Train the tokenizer on at most this many pairs, evenly spaced over the training split."""
 
     source_row_length: int = setting(64, at_least=8)
-    """Places in a row of source tokens. A pair that needs more is dropped and counted. Above 128 a
-    multiple of it takes less memory: attention then goes block by block."""
+    """Source tokens per row. Longer pairs are dropped and counted. Above 128, a multiple of 128
+    takes less memory, because attention is then computed block by block."""
 
     target_row_length: int = setting(64, at_least=8)
-    """The same of target tokens."""
+    """Target tokens per row; see `source_row_length`."""
 
     subword_sampling: float = setting(0.0, at_least=0)
-    """Above 0: each epoch cuts the training text anew into other pieces of the vocabulary (subword
-    regularisation, Kudo 2018). This is Kudo's α; the smaller, the wilder; 0.1 to 0.5 are usual."""
+    """Above 0: draw another segmentation of each training sentence in each epoch (subword
+    regularization, Kudo 2018). This is Kudo's α: a smaller one draws more diverse segmentations;
+    0.1 to 0.5 is usual."""
 
     rows_per_batch: int = setting(32, at_least=1)
-    """Rows a training step reads on all devices together, before gradient accumulation."""
+    """Rows per batch, over all devices. A step reads `gradient_accumulation` batches."""
 
     workers: int = setting(0, at_least=0, may_change=True)
-    """Processes that assemble batches; 0 uses a thread, which keeps up with a CPU."""
+    """Worker processes that assemble batches; 0 uses a thread, which is fast enough for a CPU."""
 
     cache_dir: str = setting("", may_change=True)
-    """Where tokenizers, encoded text, embedded phrases and compiled programs are kept, and sets of
-    tfds are looked for. Empty: `flaxformer_min` in the user's cache folder, and tfds' own."""
+    """Folder for cached tokenizers, encoded text, embedded phrases and compiled programs, and for
+    datasets of tfds. Empty: `flaxformer_min` in the user's cache folder, and tfds' own folder."""
 
     download: bool = setting(False, may_change=True)
-    """Let tfds download a set that is not prepared yet."""
+    """Let tfds download and prepare a dataset that is not prepared yet."""
 
     def __post_init__(self):
-        """Check types, ranges and relations."""
+        """Validate types, ranges and combinations."""
         check_fields(self, "data")
         if self.languages:
             parse_languages(self.languages)
@@ -74,28 +73,28 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of figure 1; the defaults are the row "base" of the paper's table 3."""
+    """The architecture; the defaults are the base model (table 3)."""
 
     vocab_size: int = setting(37_000, at_least=4)
-    """Pieces of the target vocabulary, and of the source's where they share one."""
+    """Size of the target vocabulary, or of the vocabulary shared by source and target."""
 
     source_vocab_size: int | None = setting(None, at_least=4)
-    """Pieces of the source's own vocabulary; None: source and target share one."""
+    """Size of a separate source vocabulary; None: source and target share one."""
 
     num_layers: int = setting(6, at_least=1)
-    """N, layers of the encoder and of the decoder."""
+    """N, the number of layers in the encoder and in the decoder."""
 
     d_model: int = setting(512, at_least=2)
-    """Width of a token's vector."""
+    """Width of embeddings and hidden states."""
 
     d_ff: int = setting(2048, at_least=1)
-    """Width of the feed-forward network's inner layer."""
+    """Width of the inner layer of the feed-forward network."""
 
     num_heads: int = setting(8, at_least=1)
-    """h, attention heads; each is d_model / num_heads wide."""
+    """h, the number of attention heads; each is d_model / num_heads wide."""
 
     dropout: float = setting(0.1, at_least=0, less_than=1)
-    """P_drop, on embeddings and on the output of every sub-layer (section 5.4)."""
+    """P_drop, applied to embeddings and to the output of each sub-layer (section 5.4)."""
 
     attention_dropout: float = setting(0.0, at_least=0, less_than=1)
     """Dropout of attention weights; not in the paper."""
@@ -104,41 +103,42 @@ class ModelConfig:
     """Dropout after the feed-forward network's ReLU; not in the paper."""
 
     norm: Literal["post", "pre"] = setting("post")
-    """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
+    """Layer norm after each residual sum (the paper), or before each sub-layer and after the last
+    layer."""
 
     positional_encoding: Literal["interleaved", "halves", "learned", "none"] = setting(
         "interleaved"
     )
-    """Alternating sines and cosines (the paper), all sines first, a learned vector for each of
-    `max_positions` positions (table 3, row E), or none (for ablations)."""
+    """Alternating sines and cosines (the paper); all sines, then all cosines; a learned embedding
+    of each of `max_positions` positions (table 3, row E); or none, for ablations."""
 
     max_positions: int = setting(0, at_least=0)
-    """Positions that positional_encoding="learned" has vectors for: as many as the longer row of
-    the data. 0 with the other encodings, which have no limit."""
+    """Number of positions of positional_encoding="learned": the longer of the two row lengths. 0
+    with the other encodings, which have no limit."""
 
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
-    """One matrix for source, target and output (the paper); one for target and output; or three,
-    the output with a bias."""
+    """One matrix for source, target and output (the paper); one for target and output; or three
+    matrices, and a bias of the output."""
 
     dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
-    """What the layers compute in. Parameters, softmax, norms and loss are always float32."""
+    """Type of the layers' computations. Parameters, softmax, norms and loss are always float32."""
 
     attention: Literal["explicit", "fused"] = setting("explicit", may_change=True)
-    """Training computes attention weights and then sums (the paper's equation 1, step by step), or
-    both in one operation, whose weights nobody sees. Fused saves memory on an NVIDIA GPU with
-    dtype=bfloat16 (cuDNN's flash attention; heads 8, 16, ... 128 wide, rows of even length; not
-    measured yet); elsewhere it gains nothing. Decoding is always explicit."""
+    """In training: equation 1 step by step, or as one fused operation, which does not return the
+    attention weights. Fused saves memory on an NVIDIA GPU with dtype=bfloat16 (cuDNN's flash
+    attention; heads 8, 16, ... 128 wide, rows of even length; not measured yet) and gains nothing
+    elsewhere. Decoding is always explicit."""
 
     remat: bool = setting(False, may_change=True)
-    """Keep only what goes into each layer for the backward pass, and compute the rest again (Chen
-    et al. 2016). Takes less memory and more time; what is learned stays the same."""
+    """Store only the input of each layer for the backward pass, and recompute the rest (Chen et al.
+    2016). Takes less memory and more time; the result is the same."""
 
     architecture: str = setting("")
-    """Class name of the model given to `train(model=...)`; empty for this package's Transformer.
-    Set by `train`: loading such a run needs the same model."""
+    """Class name of the model passed as `train(model=...)`; empty for this package's Transformer.
+    Set by `train`, so that a run is only loaded with the same model."""
 
     def __post_init__(self):
-        """Check types, ranges and relations."""
+        """Validate types, ranges and combinations."""
         check_fields(self, "model")
         if (self.positional_encoding == "learned") != (self.max_positions > 0):
             raise ValueError(
@@ -148,8 +148,9 @@ class ModelConfig:
         for name in DROPOUTS:
             if 0 < getattr(self, name) <= 1 / 512:
                 raise ValueError(
-                    f"model.{name} must be 0 or more than 1/512, for one random byte decides about "
-                    f"a value, and less would drop nothing; got {getattr(self, name)}."
+                    f"model.{name} must be 0 or more than 1/512, because one random byte decides "
+                    "whether a value is dropped, and a lower rate would drop nothing; got "
+                    f"{getattr(self, name)}."
                 )
         if self.d_model % self.num_heads:
             raise ValueError(
@@ -176,20 +177,20 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """How long, how fast and how carefully to learn (sections 5.2-5.4)."""
+    """The optimizer, its schedule, regularization and checkpoints (sections 5.2-5.4)."""
 
     steps: int = setting(100_000, at_least=1, may_change=True)
-    """Updates of the parameters."""
+    """Number of updates of the parameters."""
 
     warmup_steps: int = setting(4_000, at_least=1)
-    """Steps over which the learning rate rises (equation 3)."""
+    """Steps over which the learning rate increases (equation 3)."""
 
     learning_rate_scale: float = setting(1.0, more_than=0)
-    """Factor on equation 3; 1 is the paper."""
+    """Factor of the learning rate (equation 3); 1 is the paper."""
 
     cooldown_steps: int = setting(0, at_least=0, may_change=True)
-    """Over the last steps, or all where there are fewer, equation 3 is multiplied by a factor that
-    falls to zero in a line; 0 is the paper."""
+    """Steps at the end over which a factor of the learning rate decreases linearly to zero; 0 is
+    the paper."""
 
     adam_b1: float = setting(0.9, at_least=0, less_than=1)
     """Adam's β₁."""
@@ -201,32 +202,33 @@ class TrainingConfig:
     """Adam's ε."""
 
     label_smoothing: float = setting(0.1, at_least=0, less_than=1)
-    """ε_ls, the share of each label that is spread over the vocabulary."""
+    """ε_ls, the probability of each label that is spread over the vocabulary."""
 
     r_drop: float = setting(0.0, at_least=0)
-    """Above 0: read each batch twice, under two dropout masks, and punish with this weight what the
-    two predictions disagree about (R-Drop, Liang et al. 2021, their α). A step costs twice."""
+    """Above 0: run each batch twice with different dropout, and add the symmetric KL divergence of
+    the two predictions to the loss, with this weight (R-Drop, Liang et al. 2021; their α). A step
+    takes twice as long."""
 
     ema_decay: float = setting(0.0, at_least=0, less_than=1)
-    """Above 0: keep an exponential moving average of the parameters, which takes this share of
-    itself at each step; it is what is validated and translated with (Polyak and Juditsky 1992)."""
+    """Above 0: decay of an exponential moving average of the parameters, which is then used to
+    validate and translate (Polyak and Juditsky 1992)."""
 
     average_checkpoints: int = setting(1, at_least=1, may_change=True)
-    """Above 1: when training ends, validate the mean of the newest so many checkpoints (section
-    6.1: 5 or 20), and translate with it if it is better than the best of them alone."""
+    """Above 1: when training ends, validate the mean of this many of the newest checkpoints
+    (section 6.1: 5 or 20), and translate with it if it is better than the best checkpoint."""
 
     gradient_accumulation: int = setting(1, at_least=1)
     """Batches whose gradients are summed into one update."""
 
     clip_norm: float | None = setting(None, more_than=0)
-    """Scale a larger gradient down to this norm; None is the paper."""
+    """Scale gradients with a larger norm down to this norm; None is the paper."""
 
     init_from: str = setting("")
-    """A run folder: begin with what it translates with, and with its tokenizers, to learn from
-    other text (fine-tuning). Empty: begin with random parameters and tokenizers of this text."""
+    """Run folder to fine-tune: start from its tokenizers and the parameters it translates with.
+    Empty: start from random parameters, with tokenizers trained on this text."""
 
     seed: int = setting(0, at_least=0, less_than=2**32)
-    """Of parameters, dropout and the order of rows."""
+    """Random seed of the parameters, dropout and the order of rows."""
 
     log_every: int = setting(50, at_least=1, may_change=True)
     """Steps between two lines of metrics."""
@@ -238,25 +240,25 @@ class TrainingConfig:
     """Validation pairs that are translated for BLEU; the loss is measured on all of them."""
 
     save_every: int = setting(1_000, at_least=1, may_change=True)
-    """Steps between two checkpoints; the best by validation and the last are saved besides."""
+    """Steps between two checkpoints; the best by validation and the last are saved as well."""
 
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
-    """Newest of these checkpoints kept; the best by validation is kept besides."""
+    """How many of these checkpoints are kept; the best by validation is kept as well."""
 
     best_by: Literal["loss", "bleu"] = setting("loss")
-    """What makes a checkpoint the best: the lowest validation loss or the highest BLEU."""
+    """How the best checkpoint is selected: by the lowest validation loss or the highest BLEU."""
 
     patience: int | None = setting(None, at_least=1, may_change=True)
-    """Stop when so many validations in a row found nothing better; None: never before `steps`."""
+    """Stop after this many validations in a row without improvement; None: never stop early."""
 
     max_skipped: int = setting(20, at_least=1, may_change=True)
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
     debug_nans: bool = setting(False, may_change=True)
-    """Stop at the first such step, and name the operation that made NaN or infinity of numbers."""
+    """Stop at the first such step, and name the operation that produced the NaN or infinity."""
 
     def __post_init__(self):
-        """Check types, ranges and relations."""
+        """Validate types, ranges and combinations."""
         check_fields(self, "training")
         if self.best_by == "bleu" and not self.validation_sentences:
             raise ValueError(
@@ -265,36 +267,36 @@ class TrainingConfig:
             )
         if self.average_checkpoints > self.keep_checkpoints:
             raise ValueError(
-                "training.average_checkpoints must not exceed training.keep_checkpoints, for the "
-                f"mean is that of kept ones; got {self.average_checkpoints} and "
+                "training.average_checkpoints must not exceed training.keep_checkpoints, because "
+                f"only kept checkpoints can be averaged; got {self.average_checkpoints} and "
                 f"{self.keep_checkpoints}."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-    """How a translation is searched for (section 6.1)."""
+    """The search for a translation (section 6.1)."""
 
     beam_size: int = setting(4, at_least=1, may_change=True)
-    """Hypotheses a sentence; 1 is greedy."""
+    """Hypotheses per sentence; 1 is greedy decoding."""
 
     length_penalty: float = setting(0.6, at_least=0, at_most=LENGTH_PENALTY_LIMIT, may_change=True)
-    """α of Wu et al. 2016; 0 prefers short translations."""
+    """α of Wu et al. 2016, equation 14; 0 prefers short translations."""
 
     max_extra_tokens: int = setting(50, at_least=1, may_change=True)
-    """A translation has at most as many tokens as its source and these."""
+    """Most tokens by which a translation may be longer than its source."""
 
     batch_size: int = setting(64, at_least=1, may_change=True)
-    """Sentences that each device searches for at once."""
+    """Most sentences at once on each device."""
 
     def __post_init__(self):
-        """Check types, ranges and relations."""
+        """Validate types, ranges and combinations."""
         check_fields(self, "decoding")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run.
+    """All settings of a run.
 
     >>> config = Config(model=ModelConfig(d_model=128, num_heads=4))
     >>> config.model.d_ff, config.training.warmup_steps
@@ -309,11 +311,11 @@ class Config:
     decoding: DecodingConfig = DecodingConfig()
 
     def __post_init__(self):
-        """Check what two groups must agree on."""
+        """Validate combinations of settings of several groups."""
         if self.decoding.beam_size > self.model.vocab_size:
             raise ValueError(
-                "decoding.beam_size must not exceed model.vocab_size, for there are no more "
-                f"continuations; got {self.decoding.beam_size} and {self.model.vocab_size}."
+                "decoding.beam_size must not exceed model.vocab_size, the number of continuations; "
+                f"got {self.decoding.beam_size} and {self.model.vocab_size}."
             )
         longest = max(self.data.source_row_length, self.data.target_row_length)
         if self.model.max_positions not in (0, longest):
@@ -324,20 +326,22 @@ class Config:
             )
         if self.training.r_drop and not any(getattr(self.model, name) for name in DROPOUTS):
             raise ValueError(
-                "training.r_drop compares two readings under different dropout, and there is none: "
-                f"all of model.{', model.'.join(DROPOUTS)} are 0. Set one of them, or leave it out."
+                "training.r_drop needs dropout, because it compares two predictions with different "
+                f"dropout; got 0 for model.{', model.'.join(DROPOUTS)}. Set one of them, or leave "
+                "training.r_drop at 0."
             )
 
     def to_json(self) -> str:
-        """This config and the format's version, as JSON."""
+        """Return the config and the format's version as JSON."""
         content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         return json.dumps(content, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str | Path = "config.json") -> "Config":
-        """The config that `to_json` wrote. Settings that are not there get their default.
+        """Return the config that `to_json` wrote; missing settings get their defaults.
 
-        Raises ValueError for broken JSON, a newer format, an unknown setting or a wrong value.
+        `where` names the file in errors. Raises ValueError for broken JSON, a newer format, an
+        unknown setting or an invalid value.
         """
         try:
             content = json.loads(text)
@@ -346,11 +350,13 @@ class Config:
                 f"{where} must be JSON; {error}. Copy it back from elsewhere."
             ) from error
         if not isinstance(content, dict) or type(content.get("format_version")) is not int:
-            raise ValueError(f"{where} must hold a format_version; it is no flaxformer_min config.")
+            raise ValueError(
+                f"{where} must have a format_version; it is not a flaxformer_min config."
+            )
         version = content.pop("format_version")
         if version > FORMAT_VERSION:
             raise ValueError(
-                f"{where} has format {version}, and this flaxformer_min reads up to "
+                f"{where} has format {version}; this flaxformer_min reads formats up to "
                 f"{FORMAT_VERSION}. Install a newer flaxformer_min."
             )
         groups = {field.name: field.type for field in dataclasses.fields(cls)}
@@ -366,7 +372,7 @@ class Config:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """The settings that a continued run must not change and that differ, one line each.
+    """Return one line for each changed setting that a continued run must not change.
 
     >>> longer = Config(training=TrainingConfig(steps=7))
     >>> differences(Config(), longer)

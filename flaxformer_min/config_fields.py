@@ -1,4 +1,4 @@
-"""Settings that check themselves: the type and the range of a dataclass field."""
+"""Validation of dataclass fields: their types and ranges."""
 
 import dataclasses
 import math
@@ -16,21 +16,21 @@ def setting(
     less_than: float | None = None,
     may_change: bool = False,
 ) -> Any:
-    """A field of a config: its default, its range, and whether a run that goes on may change it."""
+    """Return a dataclass field with a range; a continued run may change it if `may_change`."""
     metadata = {"at_least": at_least, "at_most": at_most, "more_than": more_than}
     metadata |= {"less_than": less_than, "may_change": may_change}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_known(where: str | Path, given: dict, known: dict) -> None:
-    """Raise ValueError for a name in `given` that is not `known`."""
+    """Raise ValueError if a name in `given` is not in `known`; `where` names the file."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ValueError(f"{where} has no setting {unknown[0]!r}; it knows {', '.join(known)}.")
+        raise ValueError(f"{where}: there is no setting {unknown[0]!r}, only {', '.join(known)}.")
 
 
 def check_fields(config: Any, group: str) -> None:
-    """Hold every field to its type and its range."""
+    """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,7 +1,7 @@
-"""How good translations are: strings in, scores with their signatures out.
+"""Scores of translations, each with the signature that makes it comparable.
 
-sacreBLEU does the counting (Post 2018, "A Call for Clarity in Reporting BLEU Scores"), so that a
-number from here can be compared with a number from a paper: equal signatures, comparable scores.
+They are computed by sacreBLEU (Post 2018, "A Call for Clarity in Reporting BLEU Scores"). Scores
+with equal signatures, also those of a paper, can be compared.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _TOKENIZE = {"zh": "zh", "yue": "zh", "wuu": "zh"} | dict.fromkeys(
-    # Written without spaces between words: 13a would take a sentence for one word.
+    # Written without spaces between words: 13a would treat a sentence as one word.
     ("ja", "ko", "th", "lo", "km", "my", "bo", "dz"),
     "char",
 )
@@ -19,10 +19,10 @@ _MECAB = {"ja": ("ja-mecab", "MeCab", "ipadic"), "ko": ("ko-mecab", "mecab_ko", 
 
 
 class Score(NamedTuple):
-    """A score and what it takes to compare it with another.
+    """A score and its signature.
 
     value:     0 to 100, higher is better.
-    signature: sacreBLEU's own, as in `BLEU|nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2`.
+    signature: of sacreBLEU, as in `BLEU|nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2`.
 
     >>> print(Score(27.3, "BLEU|tok:13a"))
     BLEU|tok:13a = 27.30
@@ -32,15 +32,15 @@ class Score(NamedTuple):
     signature: str
 
     def __str__(self) -> str:
-        """Signature and value, as sacreBLEU writes them."""
+        """Return signature and value, as sacreBLEU writes them."""
         return f"{self.signature} = {self.value:.2f}"
 
 
 class Evaluation(NamedTuple):
-    """All that is measured of one set of translations.
+    """All scores of a set of translations.
 
-    sentences:   how many.
     exact_match: share of translations equal to their reference, 0 to 1.
+    sentences:   number of translations.
     """
 
     bleu: Score
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
     sentences: int
 
     def lines(self) -> list[str]:
-        """For people: one line a measure.
+        """Return one line per score.
 
         >>> scores = Score(27.3, "BLEU|tok:13a"), Score(51.2, "chrF2|nc:6")
         >>> print(*Evaluation(*scores, exact_match=0.25, sentences=4).lines(), sep="\\n")
@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
         return [str(self.bleu), str(self.chrf), share.replace("%", " %")]
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs: what `json.dumps` takes, every score beside its signature."""
+        """Return the scores and their signatures as a JSON-serializable dictionary."""
         return {
             "bleu": self.bleu._asdict(),
             "chrf": self.chrf._asdict(),
@@ -71,11 +71,11 @@ class Evaluation(NamedTuple):
 
 
 def default_tokenize(target_language: str) -> str:
-    """The sacreBLEU tokenizer that fits a language: `zh`, `ja-mecab`, `ko-mecab`, `char` or `13a`.
+    """Return sacreBLEU's tokenizer for a language: `zh`, `ja-mecab`, `ko-mecab`, `char` or `13a`.
 
-    The two mecab choices need packages of their own (`pip install 'sacrebleu[ko]'`); where those
-    are missing, Japanese and Korean are compared character by character. Scores of different
-    tokenizers cannot be compared; their signatures tell them apart.
+    The two mecab tokenizers need extra packages (`pip install 'sacrebleu[ko]'`). Without these,
+    Japanese and Korean are compared character by character. Scores of different tokenizers cannot
+    be compared; their signatures differ.
 
     >>> default_tokenize("de"), default_tokenize("zh_Hant_TW"), default_tokenize("th")
     ('13a', 'zh', 'char')
@@ -96,12 +96,12 @@ def bleu(
     tokenize: str | None = None,
     target_language: str = "",
 ) -> Score:
-    """Corpus BLEU of detokenized translations, one reference each (Papineni et al. 2002).
+    """Return corpus BLEU of detokenized translations, one reference each (Papineni et al. 2002).
 
-    lowercase:       ignore case; the signature then says `case:lc`.
-    tokenize:        sacreBLEU's name of a tokenizer; None takes `default_tokenize`. `spm`,
-                     `flores101`, `flores200` and `spBLEU-1K` download a model at their first use.
-    target_language: as `ko` or `zh_Hant`; matters only where `tokenize` is None.
+    lowercase:       ignore case; the signature then has `case:lc`.
+    tokenize:        a tokenizer of sacreBLEU; None: see `default_tokenize`. `spm`, `flores101`,
+                     `flores200` and `spBLEU-1K` download a model on first use.
+    target_language: such as `ko` or `zh_Hant`; only used if `tokenize` is None.
 
     Raises ValueError for no sentences, unequal counts, an unknown tokenizer or one whose packages
     are missing.
@@ -117,10 +117,10 @@ def bleu(
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False) -> Score:
-    """Corpus chrF2: F-score of character n-grams up to six, recall counts twice (Popović 2015).
+    """Return corpus chrF2, the F2 score of character n-grams up to order 6 (Popović 2015).
 
-    It needs no tokenizer, which makes it the fairer number for Korean, Japanese and Chinese.
-    Raises ValueError for no sentences or unequal counts.
+    It needs no tokenizer, so it suits Korean, Japanese and Chinese better than BLEU. Raises
+    ValueError for no sentences or unequal counts.
 
     >>> chrf(["고양이"], ["고양이"]).value
     100.0
@@ -132,7 +132,7 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: boo
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """The share, 0 to 1, of translations that equal their reference, but for space at the ends.
+    """Return the share, 0 to 1, of translations equal to their reference, ends stripped of space.
 
     Raises ValueError for no sentences or unequal counts.
 
@@ -148,7 +148,7 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 
 
 def perplexity(log_prob: float, tokens: int) -> float:
-    """Return the perplexity of tokens that together have this log-probability in nats.
+    """Return the perplexity of `tokens` tokens whose log-probabilities sum to `log_prob` nats.
 
     >>> round(perplexity(2 * math.log(1 / 8), tokens=2), 6)
     8.0
@@ -165,9 +165,9 @@ def evaluate(
     tokenize: str | None = None,
     target_language: str = "",
 ) -> Evaluation:
-    """`bleu`, `chrf` and `exact_match` of the same sentences; arguments and errors are theirs.
+    """Return `bleu`, `chrf` and `exact_match` of the same sentences; see those for the arguments.
 
-    `lowercase` is for BLEU and chrF; an exact match heeds case always.
+    `lowercase` applies to BLEU and chrF; an exact match is always case-sensitive.
     """
     return Evaluation(
         bleu=bleu(
@@ -201,7 +201,7 @@ def _bleu_metric(lowercase: bool, tokenize: str) -> Any:
     except (RuntimeError, ImportError) as error:
         extra = f" (pip install 'sacrebleu[{tokenize[:2]}]')" if "mecab" in tokenize else ""
         raise ValueError(
-            f"tokenize={tokenize!r} needs packages or files of its own; sacreBLEU said: "
+            f"tokenize={tokenize!r} needs extra packages or files; sacreBLEU reports: "
             f"{' '.join(str(error).split())} Install them{extra}, or choose tokenize='char'."
         ) from error
 
@@ -212,7 +212,7 @@ def _check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
             raise ValueError(f"{name} must be a list of sentences; got one text: {texts[:40]!r}.")
     if len(hypotheses) != len(references):
         raise ValueError(
-            "Every hypothesis must have its reference, line by line; got "
+            "Each hypothesis must have one reference, line by line; got "
             f"{len(hypotheses)} hypotheses and {len(references)} references."
         )
     if not references:

@@ -1,8 +1,8 @@
-"""Language pairs, written as in `en-de`: the source first."""
+"""Language pairs such as `en-de`, the source language first."""
 
 
 def parse_languages(text: str) -> tuple[str, str]:
-    """Return the source and target language of a text like `en-de`.
+    """Return the source and target language of a pair such as `en-de`.
 
     Raises ValueError unless it names two different languages.
 
@@ -12,7 +12,7 @@ def parse_languages(text: str) -> tuple[str, str]:
     parts = text.split("-")
     if len(parts) != 2 or not all(parts) or parts[0] == parts[1]:
         raise ValueError(
-            "languages must be two different ones, the source first, joined by one hyphen, as in "
-            f"en-de; got {text!r}."
+            "languages must be two different languages joined by one hyphen, the source first, as "
+            f"in en-de; got {text!r}."
         )
     return parts[0], parts[1]

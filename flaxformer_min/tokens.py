@@ -1,7 +1,7 @@
-"""What a sentence is to the model: three integers for every place in a row.
+"""The data type of the library: three integers for each token of a row.
 
-The whole library speaks this one type. Data makes it, the model reads it, and every attention mask
-is a comparison of two of its columns.
+The data pipeline produces it, the model reads it, and every attention mask is a comparison of two
+of its columns.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ PAD, UNK, BOS, EOS = 0, 1, 2, 3
 
 
 class Tokens(NamedTuple):
-    """A row of tokens. Several sentences may share one row ("packing").
+    """A row of tokens. Several sentences may share a row ("packing").
 
-    ids:       which piece of the vocabulary; PAD where there is none.
-    positions: how far into its own sentence, counted from 0.
-    segments:  which sentence of the row, counted from 1; 0 where there is none.
+    ids:       piece of the vocabulary; PAD for padding.
+    positions: position in its own sentence, counted from 0.
+    segments:  sentence of the row, counted from 1; 0 for padding.
     """
 
     ids: Int[Array, "*batch length"]
@@ -26,14 +26,14 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of source sentences and the rows of their translations, segment by segment."""
+    """Rows of source sentences and of their translations, which have the same segments."""
 
     source: Tokens
     target: Tokens
 
 
 def one_sentence_per_row(ids: Int[Array, "*batch length"]) -> Tokens:
-    """Tokens for rows that are not packed: one sentence each, padded at the end with PAD.
+    """Return the tokens of unpacked rows: one sentence each, padded at the end with PAD.
 
     >>> one_sentence_per_row(jnp.array([7, 8, EOS, PAD])).segments
     Array([1, 1, 1, 0], dtype=int32)
@@ -43,9 +43,9 @@ def one_sentence_per_row(ids: Int[Array, "*batch length"]) -> Tokens:
 
 
 def shift_right(target: Tokens) -> Tokens:
-    """What the decoder reads to learn to write `target`: figure 1, "outputs (shifted right)".
+    """Return the decoder's input in training: figure 1, "outputs (shifted right)".
 
-    Every sentence starts from BOS, also the second and third of a packed row.
+    Each sentence of a packed row starts with BOS.
 
     >>> row = Tokens(*map(jnp.array, ([7, 3, 8, 3], [0, 1, 0, 1], [1, 1, 2, 2])))
     >>> shift_right(row).ids
