@@ -1,7 +1,7 @@
-"""Make tests/data/golden_run, and what it translates: python tests/make_golden_run.py
+"""Make tests/data/golden_run and its expected translations: python tests/make_golden_run.py
 
-Run once for each version of the format, and never again: the folder shows that what an older
-version wrote is still read.
+Run it once for each version of the format, and never again: the folder shows that runs of older
+versions can still be read.
 """
 
 import json
@@ -13,11 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import train
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.experiment.run import train
 
 GOLDEN = ROOT / "tests" / "data" / "golden_run"
 EXPECTED = GOLDEN.with_name("golden_run_expected.json")
@@ -43,10 +42,9 @@ CONFIG = Config(
 
 
 def main() -> None:
-    """Train, keep what is needed to translate and to go on, and record what it says."""
+    """Train, keep what is needed to translate and to continue, and record the translations."""
     with tempfile.TemporaryDirectory() as scratch:  # checkpoints name the folder they were made in
-        with RunFolder(Path(scratch, "golden_run")).locked() as run:
-            train.work(run, CONFIG)
+        run = train(CONFIG, Path(scratch, "golden_run")).run
         others = shutil.ignore_patterns("lock", "tensorboard")
         shutil.copytree(run.path, GOLDEN, ignore=others)
     translator = Translator.load(GOLDEN)

@@ -1,31 +1,49 @@
-"""A run folder of the first format is read for ever: tests/make_golden_run.py made it once."""
+"""A run folder of the first format can always be read: tests/make_golden_run.py made it once."""
 
 import json
+import logging
 import shutil
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from make_golden_run import EXPECTED, GOLDEN
+from make_golden_run import CONFIG, EXPECTED, GOLDEN
+from tiny_run import random_params
 
 from flaxformer_min.config import FORMAT_VERSION
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.experiment.state import init_from, restore
 from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.training.step import init_state
+from flaxformer_min.training.step import TrainState
 
 RECORDS = json.loads(EXPECTED.read_text())
 
 
 @pytest.fixture(scope="module")
 def translator():
-    return Translator.load(GOLDEN, warn=pytest.fail)
+    loaded = Translator.load(GOLDEN)
+    loaded.runner.lengths = (32,)  # one shape to compile
+    return loaded
 
 
-def test_the_golden_run_is_of_a_format_that_is_still_read():
-    """And small, for it is in every clone."""
+def test_the_golden_run_is_of_a_format_that_is_still_read(caplog):
+    """Without any warning. It is small, because it is in every clone."""
     format_version = json.loads((GOLDEN / "config.json").read_text())["format_version"]
     assert 1 == format_version <= FORMAT_VERSION
     files = [path for path in GOLDEN.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
+    run = RunFolder(GOLDEN)
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        assert run.config().training == CONFIG.training
+        found = run.params()
+    assert found.step == CONFIG.training.steps
+    shapes = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
+        for params in (found.params, random_params(run.model_config()))
+    ]
+    assert shapes[0] == shapes[1]
+    assert not caplog.records
 
 
 def test_the_golden_run_translates_to_the_recorded_text(translator):
@@ -41,13 +59,14 @@ def test_the_golden_run_gives_references_the_recorded_scores(translator):
     assert [each.log_prob for each in found] == pytest.approx(log_probs, abs=1e-4)
 
 
-def test_training_goes_on_from_the_golden_run(tmp_path):
-    """Optimizer, key and place in the rows have their names and shapes in the format, too."""
+def test_training_does_not_continue_the_golden_run_but_begins_with_its_parameters(tmp_path):
+    """Its optimizer state has other names. Nothing in the folder is taken for damaged."""
     run = RunFolder(shutil.copytree(GOLDEN, tmp_path / "run"))
-    config = run.config()
-    checkpoints = run.open_checkpoints(config)
-    like = init_state(Transformer(run.model_config()), config.training)
-    step, state, meta = checkpoints.restore(like.to_dict(), pytest.fail)
+    checkpoints = run.open_checkpoints(run.config())
+    initial = TrainState(jnp.int32(0), None, None, jax.random.key(0))
+    with pytest.raises(ValueError, match="an earlier version.*--training.init-from .*/run"):
+        restore(checkpoints, initial, None, run.config())
     checkpoints.close()
-    assert step == int(state["step"]) == config.training.steps
-    assert set(meta["rows"]) == {"epoch", "batch"}
+    params = run.params().params
+    run.check_model(CONFIG.model)
+    jax.tree.map(np.testing.assert_array_equal, init_from(run, initial).params, params)
