@@ -1,4 +1,4 @@
-"""A run folder as training leaves it, in a second: real tokenizers, parameters drawn at random."""
+"""Makes a run folder as training leaves it, in a second: real tokenizers, random parameters."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
 
 LINES = [f"the {color} house has {n} doors" for n in range(9) for color in ("red", "blue", "green")]
-"""What the tokenizers of a tiny run have seen."""
+"""The text that the tokenizers of a tiny run are trained on."""
 
 
 def random_params(config: ModelConfig, seed: int = 0):
-    """Parameters of the right names and shapes; nothing is compiled for them."""
+    """Return random parameters with the names and shapes of the model; nothing is compiled."""
     row = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), batch)["params"]
@@ -39,9 +39,10 @@ def make_tiny_run(
 ) -> Path:
     """Make the run and return its folder.
 
-    seed:     of the parameters; each of `steps` has its own. Without steps there is no checkpoint.
-    lines:    the tokenizers are trained on these: equal lines, equal vocabulary.
-    separate: two vocabularies, the target's from the lines in reverse.
+    seed:     of the parameters; each of `steps` gets different ones.
+    steps:    of the checkpoints; empty for a run without any.
+    lines:    the training text of the tokenizers; equal lines give equal vocabularies.
+    separate: two vocabularies, the target's from the reversed lines.
     """
     model = ModelConfig(
         vocab_size=284,
