@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
@@ -42,7 +42,7 @@ def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers)
 
 
 def _vocab_size(model: nn.Module) -> int:
-    tokens = Tokens(*(np.ones((1, 8), np.int32),) * 3)
+    tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
 
     def logits(module: nn.Module, batch: Batch) -> jax.Array:
         return module.logits(module.hidden_states(batch))

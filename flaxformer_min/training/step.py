@@ -54,9 +54,9 @@ def init_state(
 
     `while_compiling` is called with the shapes of the state while XLA computes it in a thread.
     """
-    tokens = Tokens(*(np.ones((1, 8), np.int32),) * 3)
 
     def init(seed: UInt[Array, ""]) -> TrainState:
+        tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
         params_key, key = jax.random.split(jax.random.key(seed))
         params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
         opt_state = make_optimizer(config.training).init(params)
