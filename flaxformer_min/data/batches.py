@@ -1,7 +1,7 @@
-"""From sentence pairs to batches of rows: encode, drop and count, shuffle, pack, batch, prefetch.
+"""Batches of packed rows: shuffled, assembled ahead of use, and exactly resumable.
 
-All is a function of (seed, epoch, batch number). So the state of the iterator is two integers, it
-resumes exactly, and every process and worker computes its own share without talking to the others.
+Each batch is a function of (seed, epoch, batch number). So the state of the iterator is two
+integers, and every process and worker computes its own share without communication.
 """
 
 import contextlib
@@ -24,9 +24,11 @@ from flaxformer_min.tokens import Batch, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class EpochBatches:
-    """One pass over a split as a random-access sequence of batches; the last may have empty rows.
+    """The batches of one epoch, with random access; the last may have empty rows.
 
-    With several processes each has the same number of batches, and its own share of their rows.
+    Each process has the same number of batches, and its own share of their rows.
+
+    rows: rows of a batch on all processes together.
     """
 
     encoded: EncodedPairs
@@ -37,11 +39,11 @@ class EpochBatches:
     processes: int = 1
 
     def __len__(self) -> int:
-        """Batches in the pass."""
+        """Return the number of batches."""
         return -(-(len(self.plan.starts) - 1) // self.rows)
 
     def __getitem__(self, number: int) -> Batch:
-        """This process's rows of batch `number`, as numpy arrays."""
+        """Return this process's rows of batch `number`, as numpy arrays."""
         share = self.rows // self.processes
         first = number * self.rows + self.process * share
         starts = self.plan.starts[first : first + share + 1]
@@ -58,14 +60,15 @@ class EpochBatches:
         )
 
     def padding(self) -> float:
-        """Share of the places of all batches that hold no token, source and target together."""
-        places = len(self) * self.rows * sum(self.row_lengths)
-        return 1 - (self.encoded.source.lengths.sum() + self.encoded.target.lengths.sum()) / places
+        """Return the share of padding in all positions of source and target, 0 to 1."""
+        positions = len(self) * self.rows * sum(self.row_lengths)
+        tokens = self.encoded.source.lengths.sum() + self.encoded.target.lengths.sum()
+        return 1 - tokens / positions
 
     def even_row_lengths(self) -> tuple[int, int]:
-        """The least that no pair is too long for and whose two sides the text fills alike.
+        """Return the least row lengths, from these up, that fill both sides to the same share.
 
-        As multiples of what both lengths are multiples of, 128 or 2: some attention wants that.
+        Multiples of 128 if both of these are, else even, because some attention needs that.
         """
         source, target = self.row_lengths
         ratio = self.encoded.target.lengths.sum() / self.encoded.source.lengths.sum()
@@ -75,12 +78,12 @@ class EpochBatches:
 
 
 def _materialize(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
-    """Put sentences side by side into their rows."""
+    """Return the rows of `shape` with these sentences side by side."""
     lengths = side.lengths[pairs]
     before = np.cumsum(lengths) - lengths
     first_of_row = segment == 1
     start = before - np.repeat(before[first_of_row], np.bincount(row)[np.unique(row)])
-    places = (np.repeat(row, lengths), ranges(start, lengths))
+    where = (np.repeat(row, lengths), ranges(start, lengths))
     columns = []
     for values in (
         side.ids[ranges(side.starts[pairs], lengths)],
@@ -88,16 +91,16 @@ def _materialize(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> T
         np.repeat(segment, lengths),
     ):
         column = np.zeros(shape, np.int32)
-        column[places] = values
+        column[where] = values
         columns.append(column)
     return Tokens(*columns)
 
 
 class TrainingBatches(Iterator[Batch]):
-    """Batches without end, epoch after epoch, each in an order of its own.
+    """An endless iterator over batches; each epoch has its own order.
 
-    `get_state` is all that is needed to go on: it does not depend on the number of devices,
-    processes or workers.
+    `get_state` suffices to continue. It does not depend on the number of devices, processes or
+    workers.
     """
 
     def __init__(
@@ -111,13 +114,16 @@ class TrainingBatches(Iterator[Batch]):
         processes: int = 1,
         subword_sampling: float = 0.0,
     ):
-        """Start at epoch 0. `rows` is what one step reads on all devices and processes together.
+        """Start at epoch 0.
 
-        `subword_sampling` above 0 is the alpha by which the pairs are cut anew for each epoch.
+        rows:             rows of a batch on all processes together.
+        subword_sampling: the alpha of `EncodedPairs.resample` in each epoch; 0: no sampling.
+
+        Raises ValueError unless the processes divide the rows evenly.
         """
         if rows % processes:
             raise ValueError(
-                "the rows of a step must divide evenly among processes; got "
+                "the rows of a step must divide evenly among the processes; got "
                 f"{rows} rows and {processes} processes."
             )
         self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
@@ -129,9 +135,9 @@ class TrainingBatches(Iterator[Batch]):
         self.set_state({"epoch": 0, "batch": 0})
 
     def epoch(self, number: int) -> EpochBatches:
-        """All batches of one epoch; the newest one asked for is kept, not planned again."""
+        """Return the batches of an epoch. The last one returned is cached."""
         if self._planned is None or self._planned[0] != number:
-            self._planned = None  # or two would be in memory for a while
+            self._planned = None  # so that two are never in memory
             self._planned = number, self._plan(number)
         return self._planned[1]
 
@@ -147,32 +153,31 @@ class TrainingBatches(Iterator[Batch]):
         return EpochBatches(encoded, plan, self._rows, self._row_lengths, *share)
 
     def get_state(self) -> dict[str, Any]:
-        """The epoch, how many of its batches were delivered, and which text that was."""
-        text = self._encoded.digest
-        return {"epoch": self._epoch, "batch": self._delivered, "text": text}
+        """Return the epoch, the number of its batches returned so far, and a digest of the text."""
+        return {"epoch": self._epoch, "batch": self._delivered, "text": self._encoded.digest}
 
     def is_of_other_text(self, state: dict[str, Any]) -> bool:
-        """Whether that state is of an iterator over other text: the same place is another one."""
+        """Return whether the state belongs to an iterator over other text."""
         return state.get("text", self._encoded.digest) != self._encoded.digest
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on as the iterator did that gave this state."""
+        """Continue after the batches that were returned before `get_state`."""
         self.close()
         self._epoch, self._delivered = state["epoch"], state["batch"]
 
     def close(self) -> None:
-        """Let the thread or the worker processes go."""
+        """End the thread or the worker processes."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
 
     def __next__(self) -> Batch:
-        """The next batch, of the next epoch if this one is through."""
+        """Return the next batch, of the next epoch if this one has ended."""
         while True:
             if self._batches is None:
                 epoch = self.epoch(self._epoch)
-                # Ctrl-C goes to the workers, too, and would end them; they inherit that it waits.
-                with _waiting_interrupt(self._workers > 0):
+                # Ctrl-C also signals the workers and would end them; they inherit the block.
+                with _blocked_interrupt(self._workers > 0):
                     self._batches = self._prefetched(epoch)
                     batch = next(self._batches, None)
             else:
@@ -183,7 +188,7 @@ class TrainingBatches(Iterator[Batch]):
             self.set_state({"epoch": self._epoch + 1, "batch": 0})
 
     def _prefetched(self, batches: EpochBatches) -> grain.DatasetIterator:
-        """What is left of an epoch, assembled ahead by a thread or by worker processes."""
+        """Return the remaining batches of an epoch, prefetched by a thread or worker processes."""
         left = grain.MapDataset.source(batches)[self._delivered :]
         threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         dataset = left.to_iter_dataset(threads)
@@ -198,11 +203,11 @@ class TrainingBatches(Iterator[Batch]):
 
 
 @contextlib.contextmanager
-def _waiting_interrupt(waits: bool) -> Iterator[None]:
-    """SIGINT waits for the end of the body, and for ever in processes that are started there."""
-    if waits:
-        resource_tracker.ensure_running()  # it lets SIGINT through where it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if waits else ())
+def _blocked_interrupt(blocked: bool) -> Iterator[None]:
+    """Block SIGINT in the body, and for good in processes that are started there."""
+    if blocked:
+        resource_tracker.ensure_running()  # starting it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if blocked else ())
     try:
         yield
     finally:
@@ -210,10 +215,10 @@ def _waiting_interrupt(waits: bool) -> Iterator[None]:
 
 
 def _end_with_parent(worker: int, workers: int) -> None:
-    """In a worker process: a killed parent cannot end it."""
+    """End this worker process when its parent ends, which cannot end it if it is killed."""
 
     def watch() -> None:
-        multiprocessing.parent_process().join()  # returns at once where it was killed already
+        multiprocessing.parent_process().join()  # returns at once if it has ended already
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -226,15 +231,15 @@ def single_pass(
     process: int = 0,
     processes: int = 1,
 ) -> EpochBatches:
-    """A split once, in a fixed order, for measuring the loss."""
+    """Return one pass over a split in a fixed order, to measure the loss."""
     plan = encoded.packing(row_lengths).plan()
     return EpochBatches(encoded, plan, rows, row_lengths, process, processes)
 
 
 def shard_batch(batch: Batch, devices: int, accumulation: int = 1) -> Batch:
-    """[rows length] -> [devices accumulation rows length], for `train_step`.
+    """Reshape a batch for `train_step`: [rows length] to [devices accumulation rows length].
 
-    Raises ValueError when the rows do not divide evenly.
+    Raises ValueError unless the rows divide evenly.
     """
     rows = batch.source.ids.shape[0]
     if rows % (devices * accumulation):

@@ -1,4 +1,4 @@
-"""From sentence pairs to token ids, kept in memory-mapped files: encode, drop and count."""
+"""Encoding: sentence pairs to token ids, cached in memory-mapped files."""
 
 import contextlib
 import dataclasses
@@ -16,33 +16,32 @@ from flaxformer_min.data.packing import Packing, group_by_lengths, pack
 from flaxformer_min.runtime.files import folder_atomically, write_atomically
 
 FORMAT = 2
-"""Of what is kept: another one once the same text is encoded or packed in another way."""
+"""Version of the cached files; increased when the same text is encoded or packed differently."""
 
-
-CHUNK = 20_000  # pairs encoded at a time: bounds memory, and is enough to keep the encoder busy
-
+CHUNK = 20_000
+"""Pairs encoded at a time: bounds memory, and is enough to keep the encoder busy."""
 
 SEGMENTATIONS = 32
-"""To cut a sentence, that subword sampling chooses from: a training set takes so much more disk."""
+"""Segmentations of each sentence that subword sampling draws from; disk use grows as much."""
 
 
 class Encoder(Protocol):
-    """What this module needs of a tokenizer."""
+    """The interface of a tokenizer that encoding needs."""
 
     fingerprint: str
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, ending in EOS."""
+        """Return the ids of each text, ending in EOS."""
 
     def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
-        """The same in up to `count` ways, that of `encode_batch` first. Used where count > 1."""
+        """Return up to `count` segmentations, that of `encode_batch` first. Used if count > 1."""
 
     def log_probs(self) -> np.ndarray:
-        """Of each piece, in nats. Used where there are several ways."""
+        """Return the log-probability of each piece in nats. Used with several segmentations."""
 
 
 class Ragged(NamedTuple):
-    """Sentences of different lengths, end to end: sentence i is `ids[starts[i]:][:lengths[i]]`."""
+    """Concatenated sentences of different lengths: sentence i is `ids[starts[i]:][:lengths[i]]`."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -50,7 +49,7 @@ class Ragged(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What became of the pairs of a split; words, and pieces with EOS, of those not empty."""
+    """Statistics of a split; words and pieces (with EOS) are those of pairs that are not empty."""
 
     read: int
     empty: int
@@ -62,41 +61,43 @@ class Counts(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Pairs that training or validation sees."""
+        """Number of pairs that are neither empty nor too long."""
         return self.read - self.empty - self.too_long
 
     def __str__(self) -> str:
-        """One line for a person."""
-        ends = self.read - self.empty  # each sentence's EOS is no piece of a word
+        """Return a one-line summary."""
+        ends = self.read - self.empty  # the EOS of each sentence, which is not part of a word
         source = (self.source_pieces - ends) / max(self.source_words, 1)
         target = (self.target_pieces - ends) / max(self.target_words, 1)
         return (
             f"{self.read:,} pairs read, {self.empty:,} with an empty side and {self.too_long:,} "
-            f"longer than a row left out; pieces a word: {source:.2f} source, {target:.2f} target"
+            f"longer than a row dropped; pieces per word: {source:.2f} source, {target:.2f} target"
         )
 
 
 class Segmentations(NamedTuple):
-    """All ways to cut each sentence of a side: sentence i has `counts[i]` of them, one by one.
+    """The encoded segmentations of each sentence of a side.
 
-    log_probs: of each way, in nats.
+    candidates: all segmentations of the first sentence, likeliest first, then of the second, ...
+    counts:     number of segmentations of each sentence.
+    log_probs:  log-probability of each segmentation in nats.
     """
 
-    cuts: Ragged
+    candidates: Ragged
     counts: np.ndarray
     log_probs: np.ndarray
 
     def first(self) -> Ragged:
-        """The likeliest of each sentence."""
-        return self._chosen(np.cumsum(self.counts) - self.counts)
+        """Return the likeliest segmentation of each sentence."""
+        return self._select(np.cumsum(self.counts) - self.counts)
 
     def draw(self, alpha: float, rng: np.random.Generator) -> Ragged:
-        """One for each sentence, with a probability that goes with that of the way, to the `alpha`.
+        """Draw a segmentation of each sentence with probability proportional to p ** alpha.
 
-        Kudo 2018, section 3.2. The largest of logarithms with Gumbel noise is such a draw.
+        Kudo 2018, section 3.2. The maximum of log-probabilities plus Gumbel noise is such a draw.
         """
-        chosen, first = [], 0
-        for begin in range(0, len(self.counts), CHUNK):  # of all, it would take gigabytes
+        drawn, first = [], 0
+        for begin in range(0, len(self.counts), CHUNK):  # all at once would take gigabytes
             counts = self.counts[begin : begin + CHUNK]
             log_probs = self.log_probs[first : first + counts.sum()]
             noisy = alpha * log_probs + rng.gumbel(size=len(log_probs))
@@ -104,20 +105,21 @@ class Segmentations(NamedTuple):
             largest = np.repeat(np.maximum.reduceat(noisy, start), counts)
             sentence = np.repeat(np.arange(len(start)), counts)
             winners = np.flatnonzero(noisy == largest)
-            chosen.append(first + winners[np.unique(sentence[winners], return_index=True)[1]])
+            drawn.append(first + winners[np.unique(sentence[winners], return_index=True)[1]])
             first += len(log_probs)
-        return self._chosen(np.concatenate(chosen))
+        return self._select(np.concatenate(drawn))
 
-    def _chosen(self, numbers: np.ndarray) -> Ragged:
-        return Ragged(self.cuts.ids, self.cuts.starts[numbers], self.cuts.lengths[numbers])
+    def _select(self, numbers: np.ndarray) -> Ragged:
+        ids, starts, lengths = self.candidates
+        return Ragged(ids, starts[numbers], lengths[numbers])
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPairs:
-    """A split as token ids, in memory-mapped files. Pickles as its folder, and how it was drawn.
+    """A split as token ids in memory-mapped files. A pickle holds only `folder` and `drawn`.
 
-    digest: of all tokens, wherever they came from.
-    drawn:  (alpha, seed) of `resample`, or None for the likeliest cuts.
+    digest: digest of all tokens, independent of the files they were read from.
+    drawn:  (alpha, seed) of `resample`, or None for the likeliest segmentations.
     """
 
     folder: Path
@@ -128,35 +130,36 @@ class EncodedPairs:
     drawn: tuple[float, tuple[int, ...]] | None = None
 
     def __reduce__(self):
-        """Workers map the files again instead of receiving their content."""
+        """Let workers map the files again, instead of receiving their content."""
         return EncodedPairs.load, (self.folder, self.drawn)
 
     def __len__(self) -> int:
-        """Pairs kept."""
+        """Return the number of pairs."""
         return len(self.source.starts)
 
     def resample(self, alpha: float, seed: tuple[int, ...]) -> "EncodedPairs":
-        """The same text, each sentence in one of the ways that were encoded (Kudo 2018).
+        """Return the same text with a segmentation of each sentence drawn at random (Kudo 2018).
 
-        The smaller `alpha`, the more alike all ways; the same `seed` draws the same.
+        A smaller `alpha` makes the segmentations more equally likely. The same `seed` gives the
+        same draw.
         """
         return EncodedPairs.load(self.folder, (alpha, seed))
 
     def packing(self, row_lengths: tuple[int, int]) -> "Packing":
-        """How the pairs fit such rows: see `pack`. Kept beside them for the next start.
+        """Return the packing of the pairs into rows (see `pack`), cached beside the encoded text.
 
-        That of `resample` is not kept, for each epoch draws another.
+        That of `resample` is not cached, because each epoch draws another.
         """
         lengths = self.source.lengths, self.target.lengths
         if self.drawn:
             return pack(*lengths, row_lengths)
         file = self.folder / f"packing_{row_lengths[0]}_{row_lengths[1]}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or damaged
+        with contextlib.suppress(OSError, ValueError, TypeError):  # missing or damaged
             groups = json.loads(file.read_text())
             if sum(len(row) * count for row, count in groups) == len(self):
                 return Packing(group_by_lengths(*lengths)[0], groups)
         packing = pack(*lengths, row_lengths)
-        with contextlib.suppress(OSError):  # a cache that may only be read
+        with contextlib.suppress(OSError):  # a read-only cache
             write_atomically(file, json.dumps(packing.groups))
         return packing
 
@@ -164,14 +167,14 @@ class EncodedPairs:
     def load(
         cls, folder: Path, drawn: tuple[float, tuple[int, ...]] | None = None
     ) -> "EncodedPairs":
-        """Map what `encode_pairs` wrote. Raises ValueError where that is damaged."""
+        """Map the files that `encode_pairs` wrote. Raises ValueError if they are damaged."""
         about = json.loads((folder / "about.json").read_text())
-        ways = [_map_side(folder, side) for side in ("source", "target")]
+        segmentations = [_map_side(folder, side) for side in ("source", "target")]
         if drawn is None:
-            sides = [side.first() for side in ways]
+            sides = [side.first() for side in segmentations]
         else:
             rng = np.random.default_rng(drawn[1])
-            sides = [side.draw(drawn[0], rng) for side in ways]
+            sides = [side.draw(drawn[0], rng) for side in segmentations]
         return cls(folder, *sides, Counts(**about["counts"]), about["digest"], drawn)
 
 
@@ -181,17 +184,20 @@ def encode_pairs(
     row_lengths: tuple[int, int],
     cache: Path,
     fingerprint: str,
-    ways: int = 1,
+    segmentations: int = 1,
 ) -> EncodedPairs:
-    """Encode a split once and keep it in `cache`; the next start maps it from there.
+    """Return an encoded split, from `cache` if it was encoded before.
 
-    A pair with an empty side, or with more tokens (EOS included) than a row has places, is left out
-    and counted. `fingerprint` names the text; with the tokenizers' own it names the result. Each
-    sentence is encoded in up to so many `ways` that fit a row, for `EncodedPairs.resample`.
+    A pair with an empty side, or with more tokens (EOS included) than its row, is dropped and
+    counted.
 
-    Raises ValueError when no pair is left.
+    fingerprint:   identifies the text.
+    segmentations: most segmentations of each sentence, for `EncodedPairs.resample`; those longer
+                   than a row are dropped.
+
+    Raises ValueError if no pair is left.
     """
-    parts = (FORMAT, fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, ways)
+    parts = (FORMAT, fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, segmentations)
     folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     encoded = None
     if folder.exists():
@@ -201,21 +207,21 @@ def encode_pairs(
             shutil.rmtree(folder)
     if encoded is None:
         with folder_atomically(folder) as scratch:
-            _write(pairs, tokenizers, row_lengths, scratch, ways)
+            _write(pairs, tokenizers, row_lengths, scratch, segmentations)
         encoded = EncodedPairs.load(folder)
     if not encoded.counts.kept:
         raise ValueError(
-            f"a split must hold at least one usable pair; got {encoded.counts}. Look at the text, "
+            f"a split must have at least one usable pair; got {encoded.counts}. Check the text, "
             "or raise data.source_row_length and data.target_row_length."
         )
     return encoded
 
 
-def _write(pairs, tokenizers, row_lengths, folder: Path, ways: int) -> None:
+def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> None:
     totals = np.zeros(len(Counts._fields), int)
     with contextlib.ExitStack() as files:
         writers = [
-            _SideWriter(folder, name, tokenizer, row_length, ways, files)
+            _SideWriter(folder, name, tokenizer, row_length, segmentations, files)
             for name, tokenizer, row_length in zip(
                 ("source", "target"), tokenizers, row_lengths, strict=True
             )
@@ -249,36 +255,40 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, ways: int) -> None:
 
 
 class _SideWriter:
-    """Writes one side: ids end to end; the length and log-probability of each way; their counts."""
+    """Writes the four files of one side (see `Segmentations`)."""
 
-    def __init__(self, folder, name, tokenizer, row_length, ways, files):
+    def __init__(self, folder, name, tokenizer, row_length, segmentations, files):
         self._stem, self._tokenizer = folder / name, tokenizer
-        self._row_length, self._ways = row_length, ways
+        self._row_length, self._segmentations = row_length, segmentations
         self._file = files.enter_context(open(f"{self._stem}.bin", "wb"))
         self._digest = hashlib.sha256()
-        # Of the files' own types: these are what grows in memory, eight bytes a sentence.
+        # The types of the files, because these grow in memory: eight bytes per sentence.
         self._lengths, self._counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
         self._log_probs = [np.zeros(0, np.float32)]
-        self._of_piece = tokenizer.log_probs() if ways > 1 else np.zeros(0)
+        self._piece_log_probs = tokenizer.log_probs() if segmentations > 1 else np.zeros(0)
 
     def write(self, encoded: list[list[int]], texts: list[str]) -> None:
-        cuts = [[ids] for ids in encoded]
-        if self._ways > 1:
-            ways = (self._tokenizer.encode_segmentations(text, self._ways) for text in texts)
-            cuts = [[ids for ids in each if len(ids) <= self._row_length] for each in ways]
-        flat = [ids for each in cuts for ids in each]
+        candidates = [[ids] for ids in encoded]
+        if self._segmentations > 1:
+            candidates = [self._candidates(text) for text in texts]
+        flat = [ids for each in candidates for ids in each]
         ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
         ids.tofile(self._file)
         self._digest.update(ids)
         self._lengths.append(np.array(lengths, np.int32))
-        self._counts.append(np.array(list(map(len, cuts)), np.int32))
-        if self._ways > 1 and flat:
+        self._counts.append(np.array(list(map(len, candidates)), np.int32))
+        if self._segmentations > 1 and flat:
             starts = np.cumsum(lengths) - lengths
-            of_way = np.add.reduceat(self._of_piece[ids], starts)
-            self._log_probs.append(of_way.astype(np.float32))
+            log_probs = np.add.reduceat(self._piece_log_probs[ids], starts)
+            self._log_probs.append(log_probs.astype(np.float32))
+
+    def _candidates(self, text: str) -> list[list[int]]:
+        """Return the segmentations of a text that fit in a row."""
+        candidates = self._tokenizer.encode_segmentations(text, self._segmentations)
+        return [ids for ids in candidates if len(ids) <= self._row_length]
 
     def finish(self) -> str:
-        """Close the file, write the others; gives a digest of all ids, whose EOS part them."""
+        """Write the remaining files, and return a digest of all ids (EOS separates sentences)."""
         self._file.close()
         np.save(f"{self._stem}_lengths.npy", np.concatenate(self._lengths))
         np.save(f"{self._stem}_counts.npy", np.concatenate(self._counts))
@@ -294,6 +304,6 @@ def _map_side(folder: Path, side: str) -> Segmentations:
     file = folder / f"{side}.bin"
     size = file.stat().st_size
     if size != 4 * lengths.sum() or counts.sum() != len(lengths):
-        raise ValueError(f"{file} must hold {lengths.sum():,} ids; it has {size:,} bytes.")
+        raise ValueError(f"{file} must have {lengths.sum():,} ids; it has {size:,} bytes.")
     ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
     return Segmentations(Ragged(ids, np.cumsum(lengths) - lengths, lengths), counts, log_probs)

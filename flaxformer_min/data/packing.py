@@ -1,54 +1,54 @@
-"""Which sentence pairs share a row of tokens, so that few places stay empty."""
+"""Packing: which sentence pairs share a row of tokens, so that there is little padding."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 ATTEMPTS, SHAPES = 10, 10_000
-"""To fill a row: so many attempts, or fewer, that a corpus of many lengths takes no longer."""
+"""Attempts to fill a row; fewer, to save time, for more than SHAPES / ATTEMPTS shapes."""
 
 
 class Plan(NamedTuple):
-    """Which pairs stand in which row: row r holds `pairs[starts[r]:starts[r + 1]]`."""
+    """The pairs of each row: row r has `pairs[starts[r]:starts[r + 1]]`."""
 
     pairs: np.ndarray
     starts: np.ndarray
 
 
 class Packing(NamedTuple):
-    """How the lengths of a split fit together; who of a length stands where is drawn later.
+    """Rows of shapes. A shape is the two lengths of a pair; `plan` assigns pairs to the shapes.
 
-    length_of_pair: a number for each pair; pairs of the same lengths have the same.
-    groups:         of equal rows, each as (the numbers in a row, how many such rows).
+    shape_of_pair: the number of each pair's shape.
+    groups:        groups of equal rows, each as (shapes of a row, number of such rows).
     """
 
-    length_of_pair: np.ndarray
+    shape_of_pair: np.ndarray
     groups: list[tuple[list[int], int]]
 
     def plan(self, rng: np.random.Generator | None = None) -> Plan:
-        """Which pairs share a row, and in which order rows come, is drawn by `rng`, if given."""
+        """Return the pairs of each row; `rng` shuffles pairs of a shape, and the rows."""
         slots = np.concatenate([np.tile(row, count) for row, count in self.groups])
         row_sizes = np.concatenate([np.full(count, len(row)) for row, count in self.groups])
-        pairs = len(self.length_of_pair)
+        pairs = len(self.shape_of_pair)
         order = np.arange(pairs) if rng is None else rng.permutation(pairs)
-        by_length = order[np.argsort(self.length_of_pair[order], kind="stable")]
-        placed = np.empty(pairs, np.int64)
-        placed[np.argsort(slots, kind="stable")] = by_length
+        by_shape = order[np.argsort(self.shape_of_pair[order], kind="stable")]
+        assigned = np.empty(pairs, np.int64)
+        assigned[np.argsort(slots, kind="stable")] = by_shape
         starts = np.concatenate([[0], np.cumsum(row_sizes)])
         if rng is None:
-            return Plan(placed, starts)
+            return Plan(assigned, starts)
         rows = rng.permutation(len(row_sizes))
-        picked = ranges(starts[rows], row_sizes[rows])
-        return Plan(placed[picked], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
+        shuffled = ranges(starts[rows], row_sizes[rows])
+        return Plan(assigned[shuffled], np.concatenate([[0], np.cumsum(row_sizes[rows])]))
 
 
 def pack(
     source_lengths: np.ndarray, target_lengths: np.ndarray, row_lengths: tuple[int, int]
 ) -> Packing:
-    """Fit pairs into few rows. The same lengths give the same rows.
+    """Return a packing of the pairs into few rows. The same lengths give the same packing.
 
-    It works on the histogram of lengths instead of on pairs (after Krell et al. 2021, "Efficient
-    sequence packing without cross-contamination"), so that large corpora take seconds.
+    Packs the histogram of lengths instead of the pairs (Krell et al. 2021, "Efficient sequence
+    packing without cross-contamination"), so that large corpora take seconds.
 
     >>> plan = pack(np.array([3, 5, 2]), np.array([3, 5, 2]), (5, 5)).plan()
     >>> [plan.pairs[a:b].tolist() for a, b in zip(plan.starts, plan.starts[1:])]
@@ -61,7 +61,7 @@ def pack(
 def group_by_lengths(
     source_lengths: np.ndarray, target_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The number of each pair's shape, the two lengths of each shape, and its pairs."""
+    """Return the shape of each pair, and the two lengths and the number of pairs of each shape."""
     base = target_lengths.max() + 1
     shapes, number, counts = np.unique(
         source_lengths * base + target_lengths, return_inverse=True, return_counts=True
@@ -72,10 +72,10 @@ def group_by_lengths(
 def _pack_shapes(
     sizes: np.ndarray, counts: np.ndarray, row: np.ndarray
 ) -> list[tuple[list[int], int]]:
-    """Groups of equal rows, each as (the shapes in it, how many such rows).
+    """Return groups of equal rows, each as (shapes of a row, number of such rows).
 
-    Each time the longest shape that is left is completed to a row, the best of a few attempts, and
-    that row is repeated until one of its shapes is used up: there are no more groups than shapes.
+    Each row starts with the longest remaining shape; the fullest of a few attempts is repeated
+    until one of its shapes is used up. So there are at most as many groups as shapes.
     """
     counts, groups, rng = counts.copy(), [], np.random.default_rng(0)
     attempts = max(1, min(ATTEMPTS, SHAPES // len(sizes)))
@@ -99,9 +99,9 @@ def _fill(
     small: float,
     rng: np.random.Generator,
 ) -> list[int]:
-    """A row with `first` in it: shapes drawn as often as they occur, and what fits best in the end.
+    """Return the shapes of a row: `first`, shapes drawn by frequency, then the largest that fit.
 
-    The end begins when less than `small` places are left on a side.
+    The largest are taken once a side has fewer than `small` free positions.
     """
     left, free, shapes = counts.copy(), row - sizes[first], [first]
     left[first] -= 1
@@ -120,6 +120,6 @@ def _fill(
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`arange(start, start + length)` for each, end to end."""
+    """Return the concatenation of `arange(start, start + length)` for all starts and lengths."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

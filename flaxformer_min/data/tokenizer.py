@@ -1,8 +1,8 @@
-"""Text to pieces and back: a SentencePiece unigram model that loses nothing.
+"""Lossless tokenization with a SentencePiece unigram model.
 
-Any text that UTF-8 can write comes back from `decode(encode(text))` as it was: what the vocabulary
-lacks is spelled in bytes, nothing is normalised, spaces are kept. Nothing a user writes becomes a
-control token: `</s>` in a text is four characters like any others.
+`decode(encode(text))` returns any text that UTF-8 can encode unchanged: characters that are not in
+the vocabulary are spelled in bytes, and nothing is normalized. No text becomes a control token:
+`</s>` is encoded as four characters.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 LOGGER = logging.getLogger("flaxformer_min")
 
 SPACE = "\u2581"
-"""How SentencePiece writes a space inside pieces: ▁. It takes a ▁ in a text for a space, too."""
+"""SentencePiece's sign for a space inside pieces, ▁. It also reads a ▁ in a text as a space."""
 
 SPECIAL_IDS = {"PAD": PAD, "UNK": UNK, "BOS": BOS, "EOS": EOS}
 
@@ -40,23 +40,23 @@ TRAINING = {
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
     "max_sentence_length": 16_384,
-    "num_threads": 4,  # fixed, because the sums of the EM steps, and so the bytes, depend on it
+    "num_threads": 4,  # fixed, because the sums of the EM steps, and so the model, depend on it
     "minloglevel": 2,
 }
-"""How SentencePiece learns pieces."""
+"""Options of SentencePiece's training."""
 
 
 class Tokenizer:
-    """A trained vocabulary. It can be pickled and compared; both go by the model's bytes.
+    """A trained tokenizer. It is pickled and compared by the bytes of its model.
 
     model: the bytes of a SentencePiece model file.
-    where: what to call it in errors.
+    where: its name in errors, such as its path.
 
-    Raises ValueError if that is no SentencePiece model, or one with other special ids than ours.
+    Raises ValueError unless it is a SentencePiece model with our special ids and byte pieces.
     """
 
     def __init__(self, model: bytes, where: str | Path = "the tokenizer"):
-        """Read the model and hold it to our ids."""
+        """Read the model and check its ids."""
         self.model = model
         self._processor = _processor(model, where)
         processor = self._processor
@@ -78,12 +78,15 @@ class Tokenizer:
                 f"{where} must be able to spell any text in bytes; it has no byte pieces. Train it "
                 "with train_tokenizer, or with SentencePiece's option --byte_fallback."
             )
-        # A line break is in no piece of ours, so that what follows it is cut as if alone.
+        # No piece contains a line break, so text after one is segmented as if it were alone.
         self._after_break = len(processor.encode("\n"))
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer that `train_tokenizer` wrote. Errors as for the class, or no such file."""
+        """Return the tokenizer that `train_tokenizer` wrote.
+
+        Raises ValueError as the class does, and if the file cannot be read.
+        """
         try:
             return cls(Path(path).read_bytes(), path)
         except OSError as error:
@@ -93,23 +96,23 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Pieces, with the four special ones and the 256 bytes."""
+        """Number of pieces, including the 4 special pieces and the 256 bytes."""
         return self._processor.vocab_size()
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of the model's bytes: a key for what was encoded with it."""
+        """16 hex digits that identify the model, for caches of what was encoded with it."""
         return hashlib.sha256(self.model).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text's pieces, and EOS behind them. No BOS: the decoder adds its own.
+        """Return the ids of a text's pieces and EOS, without BOS (see `shift_right`).
 
-        Raises ValueError for half a surrogate pair, the one thing in a `str` that is no text.
+        Raises ValueError for a lone surrogate, which UTF-8 cannot encode.
         """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once, several times faster than one by one."""
+        """Return `encode` of each text, several times faster than one by one."""
         for index, text in enumerate(texts):
             _check_text(text, index)
         batch = self._processor.encode(list(texts), add_eos=True)
@@ -119,9 +122,9 @@ class Tokenizer:
         return batch
 
     def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
-        """The likeliest ways to cut a text into pieces, at most `count`; first that of `encode`.
+        """Return up to `count` of the likeliest segmentations of a text; the first is `encode`'s.
 
-        A text with the sign ▁ has one. Raises ValueError as `encode` does.
+        A text that contains ▁ has only that one. Raises ValueError as `encode` does.
         """
         best = self.encode(text)
         if SPACE in text or count == 1:
@@ -130,42 +133,42 @@ class Tokenizer:
         return [best, *(ids for ids in others if ids != best)][:count]
 
     def log_probs(self) -> np.ndarray:
-        """Of each piece by itself, in nats, by which a cut is chosen; of the special ones 0."""
+        """Return the unigram log-probability of each piece in nats; 0 for special pieces."""
         pieces = range(self.vocab_size)
         return np.array([self._processor.get_score(i) for i in pieces], np.float32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids up to the first EOS, PAD and BOS left out.
+        """Return the text of the ids before the first EOS, without PAD and BOS.
 
-        Bytes that are no UTF-8, which a model may produce, become U+FFFD.
+        Bytes that are not valid UTF-8, which a model may produce, become U+FFFD.
         """
         before_end = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self._processor.decode(list(before_end))  # which passes over control tokens
+        return self._processor.decode(list(before_end))  # which skips control tokens
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """What each id stands for, all of them, to be looked at: ▁ is a space, <0xEC> a byte."""
+        """Return the piece of each id for display: ▁ is a space, <0xEC> a byte."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def _encode_with_space_signs(self, text: str) -> list[int]:
-        """Ids of a text with the sign ▁ in it, spelled in bytes so as not to be a space."""
+        """Return the ids of a text whose ▁ is spelled in bytes, to distinguish it from a space."""
         first, *rest = text.split(SPACE)
         ids = self._processor.encode(first)
         for part in rest:
             ids += self._space_bytes
-            # Behind a line break, for a text's first piece begins with a space of its own.
+            # After a line break, because SentencePiece prefixes a text with a space.
             ids += self._processor.encode("\n" + part)[self._after_break :]
         return ids
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same model."""
+        """Return whether both have the same model."""
         return isinstance(other, Tokenizer) and self.model == other.model
 
     def __hash__(self) -> int:
-        """Of the model."""
+        """Return a hash of the model."""
         return hash(self.model)
 
     def __reduce__(self) -> tuple:
-        """Pickle the bytes; SentencePiece's own object is made anew from them."""
+        """Pickle the model's bytes; SentencePiece's object is created from them again."""
         return Tokenizer, (self.model,)
 
 
@@ -177,36 +180,36 @@ def train_tokenizer(
     cache: Path | None = None,
     fingerprint: str = "",
 ) -> Tokenizer:
-    """Learn a vocabulary from lines of both languages, write it to `path` and return it.
+    """Train a tokenizer on lines of text, write it to `path` atomically, and return it.
 
-    Digits are pieces of their own, so that numbers are copied and not memorised. The same lines
-    give the same bytes. The file appears whole or not at all. Empty lines do not matter; a line of
-    more than 16 kB is left out.
+    Digits are pieces of their own, so that numbers are copied and not memorized. The same lines
+    give the same model. Empty lines and lines of more than 16 kB are ignored.
 
-    In the folder `cache`, if one is given, it is kept under `fingerprint`, which must name the
-    lines: next time it is taken from there, and no line is asked for.
+    cache:       folder to store the tokenizer in, under `fingerprint` and `vocab_size`. The next
+                 call returns the stored one without reading `lines`.
+    fingerprint: identifies the lines.
 
-    A corpus with too few words for `vocab_size` gets the largest vocabulary it carries, and a
-    warning of the logger "flaxformer_min" says so. Raises ValueError if there is no text, or more
-    characters than `vocab_size` has room for, or if a cache is given without a fingerprint.
+    A corpus with too few words for `vocab_size` gets the largest possible vocabulary, and a warning
+    is logged. Raises ValueError if there is no text, if `vocab_size` is too small for the
+    characters of the text, or if `cache` is given without `fingerprint`.
     """
     if cache and not fingerprint:
         raise ValueError(
-            "a tokenizer is kept under the fingerprint of its lines; got a cache and none. Give "
+            "a cached tokenizer needs a fingerprint that identifies its lines; got none. Pass "
             "fingerprint=, or leave out cache."
         )
     parts = (fingerprint, vocab_size, TRAINING, sentencepiece.__version__)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-    kept = cache and cache / "tokenizers" / f"{name}.model"
-    tokenizer = kept and _kept(kept)
+    cached = cache and cache / "tokenizers" / f"{name}.model"
+    tokenizer = cached and _load_cached(cached)
     if not tokenizer:
         tokenizer = _train(lines, vocab_size, path)
-        if kept:
-            with contextlib.suppress(OSError):  # a cache that may only be read
-                write_atomically(kept, tokenizer.model)
+        if cached:
+            with contextlib.suppress(OSError):  # a read-only cache
+                write_atomically(cached, tokenizer.model)
     if tokenizer.vocab_size < vocab_size:
         LOGGER.warning(
-            "The corpus carries a vocabulary of %d pieces; %d were asked for.",
+            "The corpus supports a vocabulary of only %d pieces; %d were requested.",
             tokenizer.vocab_size,
             vocab_size,
         )
@@ -214,8 +217,8 @@ def train_tokenizer(
     return tokenizer
 
 
-def _kept(path: Path) -> Tokenizer | None:
-    """None where there is none, or a damaged one, which is then made again."""
+def _load_cached(path: Path) -> Tokenizer | None:
+    """Return the tokenizer, or None if it is missing or damaged."""
     try:
         return Tokenizer.load(path)
     except ValueError:
@@ -228,7 +231,7 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
         with model.open("wb") as file:
             try:
                 sentencepiece.SentencePieceTrainer.train(
-                    # A line break must be in no piece: see Tokenizer. Nobody types a NUL.
+                    # No piece may contain a line break (see Tokenizer); NUL is not text.
                     sentence_iterator=(
                         part for line in lines for part in re.split("[\n\0]", line) if part
                     ),
@@ -237,23 +240,23 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
                     **TRAINING,
                 )
             except RuntimeError as error:
-                raise ValueError(_why_not(str(error), vocab_size)) from error
+                raise ValueError(_training_error(str(error), vocab_size)) from error
         return Tokenizer(model.read_bytes(), path)
 
 
-def _why_not(error: str, vocab_size: int) -> str:
+def _training_error(error: str, vocab_size: int) -> str:
     too_small = re.search(r"required_chars\. \d+ vs (\d+)", error)
     if too_small:
         return (
-            f"model.vocab_size must leave room for the 256 bytes, the 4 special pieces and the "
-            f"characters of this corpus, {too_small[1]} in all; got {vocab_size}."
+            "model.vocab_size must be enough for the 256 bytes, the 4 special pieces and the "
+            f"characters of this corpus, {too_small[1]} in total; got {vocab_size}."
         )
     if "sentences_.empty()" in error:
         return (
-            "A tokenizer is trained on text; there was not one line that is not empty and not "
-            "longer than 16 kB. Look at the text, or cut its lines into sentences."
+            "A tokenizer needs at least one line of text that is neither empty nor longer than "
+            "16 kB; got none. Check the text, or split its lines into sentences."
         )
-    return f"SentencePiece could not be trained with a vocabulary of {vocab_size}; it says: {error}"
+    return f"SentencePiece cannot train a vocabulary of {vocab_size} pieces: {error}"
 
 
 def _processor(model: bytes, where: str | Path) -> sentencepiece.SentencePieceProcessor:
@@ -263,7 +266,7 @@ def _processor(model: bytes, where: str | Path) -> sentencepiece.SentencePiecePr
     except RuntimeError as error:
         raise ValueError(
             f"{where} must be a SentencePiece model, as train_tokenizer writes it; it cannot be "
-            "read as one. Is it another file, or cut short?"
+            "read as one. Is it another file, or truncated?"
         ) from error
     return processor
 
@@ -275,8 +278,8 @@ def _check_text(text: str, index: int) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"A text must be valid Unicode; text {index} has half a surrogate pair at character "
-            f"{error.start}. Read its file as UTF-8, with errors='replace' if need be."
+            f"A text must be valid Unicode; text {index} has a lone surrogate at character "
+            f"{error.start}. Read its file as UTF-8, with errors='replace' if necessary."
         ) from error
 
 
