@@ -1,23 +1,23 @@
-"""The embedded corpus: the same dates, times, measures, money and names, said in two languages.
+"""The embedded corpus: dates, times, measures, amounts of money and names in two languages.
 
-Every phrase is rendered twice from one value by Babel, out of the Unicode CLDR, so that a pair is
-right by construction and any two of its 700 locales make a corpus, without a download. It is
-translation in the small: words move, numbers are copied or regrouped, month names are looked up,
-and clocks change between 12 and 24 hours.
+Babel renders each value in both languages from the data of the Unicode CLDR. So every pair is
+correct by construction, and any two of the 700 locales form a corpus without a download. The task
+is a small translation task: words are reordered, numbers copied or regrouped, names of months
+looked up, and clock times converted between 12 and 24 hours.
 
-What keeps it honest:
+Rules:
 
-* A source text has exactly one translation. Where two formats look alike in the source (English
-  "May 5, 2031" is both long and medium) and differ in the target, only the first of them is used.
-* A value belongs to one split. No date, clock time or number from 100 up that a validation or test
-  phrase starts from is one that a training phrase starts from, and no source text of theirs occurs
-  in training. A number below 100 is new only together with its unit, a name only with its company,
-  the first time of a span only with its last: the words themselves have to be learnt somewhere.
-* A phrase that CLDR lacks in either language (Babel then shows a key such as "duration-minute") is
-  left out.
-* No-break and thin spaces are written as plain ones, as people type them.
+* A source text has exactly one translation. If two formats coincide in the source (English
+  "May 5, 2031" is both long and medium) and differ in the target, only the first one is used.
+* The splits have different values. No date, clock time or number from 100 up of a validation or
+  test phrase occurs in training, nor does its source text. A number below 100 is only new in
+  combination with its unit, a name with the other names of its list, and the start of a time
+  interval with its end, because training must contain the words themselves.
+* A phrase is dropped if CLDR lacks it in either language (Babel then returns a key such as
+  "duration-minute").
+* No-break and thin spaces are replaced by plain ones.
 
-This module imports Babel and tensorflow_datasets: import it where the corpus is wanted.
+This module imports Babel and tensorflow_datasets, so import it only where the corpus is used.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from babel import Locale, UnknownLocaleError, localedata
 from flaxformer_min.data.corpora.cldr_kinds import (
     Kind,
     Phrase,
-    _say,
     names_alone,
     phrase_kinds,
+    render_phrase,
     rivals_of,
 )
-from flaxformer_min.data.corpora.pairs import Pairs, _list, find_split
+from flaxformer_min.data.corpora.pairs import Pairs, find_split, list_names
 from flaxformer_min.data.corpora.tfds import RecordPairs
 from flaxformer_min.languages import parse_languages
 from flaxformer_min.runtime.files import cache_folder
@@ -53,11 +53,11 @@ LOGGER = logging.getLogger("flaxformer_min")
 
 
 SIZES = {"test": 1_000, "validation": 1_000, "train": 50_000}
-"""Pairs in each split. The order matters: a later split avoids the source texts of an earlier."""
+"""Pairs in each split. The order matters: a split avoids the source texts of earlier ones."""
 
 
 def parse_locale(name: str) -> Locale:
-    """The CLDR locale of a name like `ko` or `pt_BR`; ValueError if there is none.
+    """Return the CLDR locale of a name such as `ko` or `pt_BR`. Raises ValueError if unknown.
 
     >>> parse_locale("pt_BR").english_name
     'Portuguese (Brazil)'
@@ -76,11 +76,11 @@ def parse_locale(name: str) -> Locale:
 def phrases(
     source: str, target: str, split: str = "train", seed: int = 0, size: int | None = None
 ) -> list[Phrase]:
-    """The phrases of a split in the order in which the corpus holds them.
+    """Return the phrases of a split, in the order of the corpus.
 
     A pure function of its arguments and of Babel's version. `size` overrides SIZES for this split.
-    Raises ValueError for an unknown locale or split, twice the same locale, or locales with too
-    little in common.
+    Raises ValueError for an unknown locale or split, equal locales, or locales with too few phrases
+    in common.
 
     >>> tuple(phrases("en", "ko", "test", seed=1, size=1)[0])
     ('date:medium', 'Aug 31, 2002', '2002. 8. 31.')
@@ -100,7 +100,7 @@ def phrases(
         seen.update(phrase.source for phrase in found)
         _sample(found, wanted, kinds, rivals, pair, current, seen, rng)
         if current == split:
-            rng.shuffle(found)  # names alone come first, and a reader may take the first thousand
+            rng.shuffle(found)  # otherwise all names come first
             return found
     raise AssertionError("unreachable: the split was checked above")
 
@@ -125,10 +125,10 @@ def _sample(
                 f"{wanted} in {split}. Choose locales that it covers better."
             )
         kind = rng.choices(left, weights)[0]
-        phrase = _one(kind, rivals[kind.name], pair, split, rng)
+        phrase = _draw_phrase(kind, rivals[kind.name], pair, split, rng)
         if phrase is None or phrase.source in seen:
             failures[kind.name] += 1
-            if failures[kind.name] > 200:  # in a row: the kind is used up
+            if failures[kind.name] > 200:  # in a row: the kind is exhausted
                 left.remove(kind)
                 weights = [kind.weight for kind in left]
             continue
@@ -137,26 +137,27 @@ def _sample(
         found.append(phrase)
 
 
-def _one(
+def _draw_phrase(
     kind: Kind, rivals: list[Kind], pair: tuple[Locale, Locale], split: str, rng: random.Random
 ) -> Phrase | None:
+    """Return a random phrase of a kind, or None if it is not usable."""
     for _ in range(500):
         value = kind.draw(rng)
         if split_of(kind.key(value)) == split:
             break
     else:
         return None
-    texts = [_say(kind, value, locale) for locale in pair]
+    texts = [render_phrase(kind, value, locale) for locale in pair]
     if not all(texts) or any("{" in text for text in texts):
         return None
-    # A rival that reads the same in the source owns the text: its translation is the one.
-    if any(_say(rival, value, pair[0]) == texts[0] for rival in rivals):
+    # If a rival has the same source text, only the rival's translation is used.
+    if any(render_phrase(rival, value, pair[0]) == texts[0] for rival in rivals):
         return None
     return Phrase(kind.name, *texts)
 
 
 def split_of(key: Hashable) -> str:
-    """Which split a value belongs to: 2% to test and to validation each; None to training.
+    """Return the split of a value: 2% go to test, 2% to validation, None to training.
 
     >>> [split_of(number) for number in (None, 100, 116, 138)]
     ['train', 'train', 'test', 'validation']
@@ -167,7 +168,7 @@ def split_of(key: Hashable) -> str:
 
 
 def _version(babel: str) -> str:
-    """Babel's version as the second and third part of ours, for tfds wants three numbers.
+    """Return a version of three numbers, as tfds requires, that contains Babel's.
 
     >>> _version("2.18.0"), _version("2.9")
     ('1.218.0', '1.209.0')
@@ -177,7 +178,7 @@ def _version(babel: str) -> str:
 
 
 class CldrConfig(tfds.core.BuilderConfig):
-    """Which two locales, the source first; `en-ko` by name."""
+    """Two locales, the source first; its name is such as `en-ko`."""
 
     def __init__(self, source: str, target: str):
         """Name the config after the locales, which must exist and differ."""
@@ -188,9 +189,9 @@ class CldrConfig(tfds.core.BuilderConfig):
 
 
 class CldrPhrases(tfds.core.GeneratorBasedBuilder):
-    """Phrases of the Unicode CLDR in two locales, as a translation set of tfds.
+    """Phrases of the Unicode CLDR in two locales, as a translation dataset of tfds.
 
-    The version holds Babel's, whose CLDR data the phrases come from: 1.218.0 is Babel 2.18.0.
+    The version contains that of Babel, the source of the CLDR data: 1.218.0 is Babel 2.18.0.
     """
 
     VERSION = tfds.core.Version(_version(importlib.metadata.version("babel")))
@@ -202,7 +203,7 @@ class CldrPhrases(tfds.core.GeneratorBasedBuilder):
             supervised_keys=self.builder_config.locales,
             homepage="https://cldr.unicode.org",
             license="Unicode-3.0",
-            disable_shuffling=True,  # record i is phrase i, which keeps its kind recoverable
+            disable_shuffling=True,  # so that record i is phrase i, and its kind can be recovered
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
@@ -215,10 +216,10 @@ class CldrPhrases(tfds.core.GeneratorBasedBuilder):
 
 
 def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
-    """The prepared data set of two locales in a cache folder, made now if it is not there.
+    """Return the prepared dataset of two locales from a cache folder; prepare it if necessary.
 
-    Takes seconds the first time. Two processes may prepare at once: each writes a folder of its own
-    and the first to finish wins.
+    This takes seconds the first time. Two processes may prepare it at once: each writes its own
+    folder, and the first to finish wins.
     """
     config = CldrConfig(source, target)
     with _quiet_tfds():
@@ -229,7 +230,7 @@ def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
         try:
             builder.download_and_prepare()
         except Exception:
-            # Another process has moved its folder into place meanwhile; its bytes are the same.
+            # Another process may have finished an equal dataset in the meantime.
             builder = CldrPhrases(config=config, data_dir=cache, file_format="array_record")
             if not builder.is_prepared():
                 raise
@@ -238,7 +239,7 @@ def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
 
 @contextlib.contextmanager
 def _quiet_tfds() -> Iterator[None]:
-    """Without tfds's talk of downloads, its progress bars and its warnings of our own config."""
+    """Suppress tfds' messages, progress bars and warnings of our config."""
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.ERROR)
     try:
@@ -249,19 +250,20 @@ def _quiet_tfds() -> Iterator[None]:
 
 
 class CldrCorpus:
-    """The embedded phrases in two locales; they are prepared when pairs are wanted."""
+    """The embedded phrases in two locales, prepared on first use of `pairs`."""
 
-    def __init__(self, place: str, wanted: tuple[str, str] | None, cache_dir: str):
+    def __init__(self, name: str, wanted: tuple[str, str] | None, cache_dir: str):
         """Check the locales; nothing is prepared yet."""
-        languages = parse_languages(place)
+        languages = parse_languages(name)
         if wanted and set(wanted) != set(languages):
             raise ValueError(
-                f"cldr:{place} is in {_list(languages)}; got languages {'-'.join(wanted)!r}. Write "
-                f"cldr:{'-'.join(wanted)}, and leave data.languages empty."
+                f"cldr:{name} is in {list_names(languages)}; got languages {'-'.join(wanted)!r}. "
+                f"Write cldr:{'-'.join(wanted)}, and leave data.languages empty."
             )
-        # Never a set read backwards: a text has one translation in the direction it was made for.
+        # Never read a dataset backwards: a text has one translation only in the direction it was
+        # made for.
         self.languages = wanted or languages
-        CldrConfig(*self.languages)  # there are such locales
+        CldrConfig(*self.languages)  # raises for unknown locales
         self.cache = cache_folder(cache_dir)
 
     def splits(self) -> list[str]:

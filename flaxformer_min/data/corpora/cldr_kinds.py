@@ -1,4 +1,4 @@
-"""The kinds of phrases of the embedded corpus: their values, and how they are written."""
+"""The kinds of phrases of the embedded corpus: their values, and how they are rendered."""
 
 import functools
 import random
@@ -12,28 +12,22 @@ from babel import Locale, dates, lists, numbers, units
 
 DATE_LENGTHS = ("full", "long", "medium", "short")
 
-
 DATE_SKELETONS = "yMMMEd yMEd yMMMd yMd yMMMM yMMM yM MMMMd MMMd MMMEd Md MEd Ed yQQQQ yQQQ".split()
-
 
 DATE_INTERVALS = "yMMMEd yMEd yMMMd yMd yMMMM yMMM yM MMMEd MMMd MEd Md".split()
 
-
 TIME_SKELETONS = "hms hm Hms Hm".split()
-
 
 TIME_INTERVALS = "hm Hm".split()
 
-
 WEEKDAY_TIME_SKELETONS = "Ehms Ehm EHms EHm".split()
 
-
 PLURAL_PROBES = tuple(map(Decimal, ("1", "2", "5", "11", "21", "1.5")))
-"""Numbers of different plural categories, to see whether two units are ever written alike."""
+"""Numbers of different plural categories, to find units that are ever rendered alike."""
 
 
 class Phrase(NamedTuple):
-    """One meaning in two languages, and the kind of phrase it is, such as `date:full`."""
+    """A phrase in two languages, and its kind, such as `date:full`."""
 
     kind: str
     source: str
@@ -41,12 +35,12 @@ class Phrase(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A way to make phrases: draw a value, then render it in a locale.
+    """A kind of phrase: values that are drawn at random and rendered in a locale.
 
-    weight: share of this kind, relative to the others.
-    draw:   a random value.
-    key:    what of the value decides on the split; None: training alone.
-    render: the value in a locale's words; empty where the locale lacks it.
+    weight: relative frequency of this kind.
+    draw:   returns a random value.
+    key:    returns the part of a value that selects its split; None: training only.
+    render: returns the text of a value in a locale; empty if the locale lacks it.
     """
 
     name: str
@@ -56,16 +50,16 @@ class Kind(NamedTuple):
     render: Callable[[Any, Locale], str]
 
 
-def _say(kind: Kind, value: Any, locale: Locale) -> str:
-    """The value in the locale's words; empty where the locale or Babel lacks the means."""
+def render_phrase(kind: Kind, value: Any, locale: Locale) -> str:
+    """Return the text of a value in a locale; empty if CLDR or Babel lacks it."""
     try:
         return plain_spaces(kind.render(value, locale))
     except (KeyError, NotImplementedError):
-        return ""  # a pattern that CLDR does not have, or of a field that Babel does not know
+        return ""  # CLDR lacks the pattern, or Babel does not support one of its fields
 
 
 def plain_spaces(text: str) -> str:
-    r"""Typographic spaces as people type them.
+    r"""Return the text with plain spaces instead of typographic ones, stripped.
 
     >>> plain_spaces("2:07\u202fPM\u2009–\u20093:00\u202fPM")
     '2:07 PM – 3:00 PM'
@@ -73,9 +67,9 @@ def plain_spaces(text: str) -> str:
     return re.sub("[\u00a0\u2009\u202f]", " ", text).strip()
 
 
-@functools.lru_cache(maxsize=2)  # comparing the units takes a second, and there are three splits
+@functools.lru_cache(maxsize=2)  # comparing units takes a second, and there are three splits
 def phrase_kinds(source: Locale, target: Locale) -> tuple[Kind, ...]:
-    """Every kind of phrase that both locales have."""
+    """Return all kinds of phrases that both locales have."""
     return (
         *_date_kinds(source, target),
         *_clock_kinds(source, target),
@@ -86,8 +80,9 @@ def phrase_kinds(source: Locale, target: Locale) -> tuple[Kind, ...]:
 
 
 def _in_both(source: Locale, target: Locale, table: str, skeletons: list[str]) -> list[str]:
-    """The skeletons that neither locale would replace by a near one, which may say less."""
-    return [s for s in skeletons if all(s in getattr(where, table) for where in (source, target))]
+    """Return the skeletons that both locales have; Babel would replace a missing one."""
+    both = (source, target)
+    return [s for s in skeletons if all(s in getattr(locale, table) for locale in both)]
 
 
 def _date_kinds(source: Locale, target: Locale) -> list[Kind]:
@@ -152,10 +147,10 @@ def _measure_kinds(source: Locale, target: Locale) -> list[Kind]:
     names = [
         name
         for name in source._data["unit_patterns"]
-        # "2 days" of a person's age and "2 days" are written alike almost everywhere.
+        # "2 days" as a person's age and as a duration are written alike in most languages.
         if name in target._data["unit_patterns"] and not name.endswith("-person")
     ]
-    items = _written_apart(
+    items = _unambiguous(
         [(name, length) for length in ("long", "short") for name in names], _unit, source, target
     )
     kinds = [
@@ -184,7 +179,7 @@ def _measure_kinds(source: Locale, target: Locale) -> list[Kind]:
 
 
 def _money_kinds(source: Locale, target: Locale) -> list[Kind]:
-    # The date is fixed so that the corpus does not change when a country changes its money.
+    # A fixed date, so that the corpus does not change when a country changes its currency.
     day = date(2025, 1, 1)
     current = sorted(
         {
@@ -193,7 +188,7 @@ def _money_kinds(source: Locale, target: Locale) -> list[Kind]:
             for code in numbers.get_territory_currencies(territory, day, day)
         }
     )
-    items = _written_apart(
+    items = _unambiguous(
         [(code, style) for style in ("name", "standard") for code in current],
         _money,
         source,
@@ -243,9 +238,9 @@ def _name_kinds(source: Locale, target: Locale) -> list[Kind]:
 
 
 def rivals_of(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str, list[Kind]]:
-    """For each kind, the earlier ones that say the same value alike in the source, not the target.
+    """Return the rivals of each kind: earlier kinds with equal source but different target texts.
 
-    Found on 48 values of each draw; which of the rivals' texts coincide is seen value by value.
+    They are found with 48 random values. Whether the texts of rivals coincide depends on the value.
     """
     rivals: dict[str, list[Kind]] = {kind.name: [] for kind in kinds}
     texts: dict[str, list[tuple[str, str]]] = {}
@@ -255,7 +250,8 @@ def rivals_of(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str
         rng = random.Random(0)
         values = [kind.draw(rng) for _ in range(48)]
         texts[kind.name] = [
-            (_say(kind, value, source), _say(kind, value, target)) for value in values
+            (render_phrase(kind, value, source), render_phrase(kind, value, target))
+            for value in values
         ]
         rivals[kind.name] = [
             earlier
@@ -269,28 +265,28 @@ def rivals_of(kinds: Sequence[Kind], source: Locale, target: Locale) -> dict[str
     return rivals
 
 
-def _written_apart(
+def _unambiguous(
     items: list[tuple[str, str]],
     render: Callable[[tuple[str, str], Decimal, Locale], str],
     source: Locale,
     target: Locale,
 ) -> list[tuple[str, str]]:
-    """The items that both locales have and no earlier item is written like in the source."""
-    owners: dict[str, str] = {}
-    kept = []
+    """Return the items that both locales have, without source texts of two translations."""
+    translations: dict[str, str] = {}
+    unambiguous = []
     for item in items:
         texts = [
             tuple(plain_spaces(render(item, number, locale)) for locale in (source, target))
             for number in PLURAL_PROBES
         ]
-        if all(s and t and owners.get(s, t) == t for s, t in texts):
-            owners.update(texts)
-            kept.append(item)
-    return kept
+        if all(s and t and translations.get(s, t) == t for s, t in texts):
+            translations.update(texts)
+            unambiguous.append(item)
+    return unambiguous
 
 
 def _date(rng: random.Random) -> date:
-    # 100 years, so that a year of two digits is one year.
+    # 100 years, so that two digits identify a year.
     return date(1970, 1, 1) + timedelta(days=rng.randrange(36_524))
 
 
@@ -310,7 +306,7 @@ def _time_span(rng: random.Random) -> tuple[datetime, datetime]:
 
 
 def _whole_number(rng: random.Random) -> Decimal:
-    # Small ones are as frequent as people use them; 1 needs its own word form in many languages.
+    # Small numbers are frequent, as in real text; 1 has its own word form in many languages.
     return Decimal(
         rng.choices((1, rng.randint(2, 20), rng.randint(21, 99), rng.randint(100, 999)), _SHARES)[0]
     )
@@ -353,8 +349,8 @@ def _both_times(value: tuple[datetime, datetime]) -> Hashable:
 def _number_key(value: tuple[Hashable, Decimal]) -> Hashable:
     item, number = value
     if number == 1:
-        return None  # one of anything is a word form of its own: there is nothing to infer it from
-    # Rounded, as money is in currencies without a minor unit.
+        return None  # the word form after 1 cannot be inferred from other numbers
+    # Rounded, as amounts are in currencies without a minor unit.
     return round(number) if number >= 100 else (item, number)
 
 
@@ -366,7 +362,7 @@ def _date_interval(skeleton: str) -> Callable[[tuple[date, date], Locale], str]:
     def render(span: tuple[date, date], locale: Locale) -> str:
         first, last = span
         one_month = (first.year, first.month) == (last.year, last.month)
-        # Without a day two dates of one month, and without a year those of two years, say less.
+        # Two dates of one month need a day, and those of two years a year.
         if ("d" not in skeleton and one_month) or ("y" not in skeleton and first.year != last.year):
             return ""
         return dates.format_interval(first, last, skeleton, fuzzy=False, locale=locale)
@@ -381,7 +377,7 @@ def _time_interval(skeleton: str) -> Callable[[tuple[datetime, datetime], Locale
 def _unit(item: tuple[str, str], number: Decimal, locale: Locale) -> str:
     name, length = item
     text = units.format_unit(number, name, length, locale=locale)
-    return "" if name in text else text  # Babel shows the key where CLDR has no pattern
+    return "" if name in text else text  # Babel returns the key if CLDR has no pattern
 
 
 def _relative_time(value: tuple[tuple[str, bool], Decimal], locale: Locale) -> str:
@@ -390,7 +386,7 @@ def _relative_time(value: tuple[tuple[str, bool], Decimal], locale: Locale) -> s
     return dates.format_timedelta(
         -seconds if ago else seconds,
         granularity=unit,
-        threshold=10**9,  # never go over to a larger unit: "in 40 days"
+        threshold=10**9,  # never convert to a larger unit: "in 40 days"
         add_direction=True,
         locale=locale,
     )
@@ -409,8 +405,7 @@ def _money(item: tuple[str, str], amount: Decimal, locale: Locale) -> str:
 
 NAME_TABLES = {"language": "languages", "territory": "territories"}
 
-
-NOT_PLACES = {"EU", "EZ", "QO", "UN", "XA", "XB", "ZZ"}
+NOT_TERRITORIES = {"EU", "EZ", "QO", "UN", "XA", "XB", "ZZ"}
 
 
 def _name(name: tuple[str, str], locale: Locale) -> str:
@@ -419,12 +414,12 @@ def _name(name: tuple[str, str], locale: Locale) -> str:
 
 
 def _names(source: Locale, target: Locale) -> list[tuple[str, str]]:
-    """Languages and territories of two-letter codes that both locales name, each unmistakably."""
+    """Return the two-letter languages and territories with unambiguous names in both locales."""
     names = [
         (kind, code)
         for kind, table in NAME_TABLES.items()
         for code in sorted(getattr(source, table))
-        if re.fullmatch("[A-Za-z]{2}", code) and code not in NOT_PLACES
+        if re.fullmatch("[A-Za-z]{2}", code) and code not in NOT_TERRITORIES
     ]
     named = [
         name
@@ -438,7 +433,7 @@ def _names(source: Locale, target: Locale) -> list[tuple[str, str]]:
 
 
 def names_alone(source: Locale, target: Locale) -> list[Phrase]:
-    """Every name by itself, for training: a name that was never seen cannot be translated."""
+    """Return a phrase for each name, for training, because a model cannot infer its translation."""
     texts: dict[str, Phrase] = {}
     for name in _names(source, target):
         sides = [plain_spaces(_name(name, locale)) for locale in (source, target)]

@@ -1,19 +1,19 @@
-"""Sentence pairs by number, wherever they lie."""
+"""Sequences of sentence pairs."""
 
 import abc
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 Pair = tuple[str, str]
 
-
 VALIDATION_NAMES = ("validation", "val", "valid", "dev")
+"""Names of a validation split; each finds the others."""
 
 
 def is_empty(pair: Pair) -> bool:
-    r"""Whether a side says nothing, so that there is nothing to learn from the pair.
+    r"""Return whether a side of the pair has no text.
 
     >>> is_empty(("Hello.", " ")), is_empty(("Hello.", "Hallo."))
     (True, False)
@@ -22,51 +22,52 @@ def is_empty(pair: Pair) -> bool:
 
 
 class Pairs(Sequence[Pair], abc.ABC):
-    """Sentence pairs of one split: `len`, `[i]`, `[i:j]` (a list) and a fast iteration.
+    """The sentence pairs of a split: `len`, `[i]`, `[i:j]` (a list) and fast iteration.
 
-    It can be pickled, and then holds where the data is, not the data.
+    A pickle holds the location of the data, not the data.
     """
 
     languages: tuple[str, str]
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """How many pairs there are."""
+        """Return the number of pairs."""
 
     @abc.abstractmethod
     def identity(self) -> list:
-        """What tells this data from other data, as JSON can hold it."""
+        """Return a JSON-serializable description that differs from that of other data."""
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when the pairs do: a key for what is computed from them.
+        """Return 16 hex digits that identify the pairs, for caches of what is computed from them.
 
-        Files are known by path, size and time, prepared sets by name and version.
+        Files are identified by path, size and time of change, prepared datasets by name and
+        version.
         """
         return hashlib.sha256(json.dumps(self.identity()).encode()).hexdigest()[:16]
 
     @abc.abstractmethod
     def _read(self, indices: range) -> list[Pair]:
-        """The pairs of these numbers, all of which exist."""
+        """Return the pairs of these indices, all of which are in range."""
 
     @overload
     def __getitem__(self, index: int) -> Pair: ...
     @overload
     def __getitem__(self, index: slice) -> list[Pair]: ...
     def __getitem__(self, index):
-        """A pair, or the list of pairs of a slice; IndexError where there is none."""
+        """Return a pair, or the list of pairs of a slice. Raises IndexError out of range."""
         if isinstance(index, slice):
             return self._read(range(*index.indices(len(self))))
-        place = range(len(self))[index]
-        return self._read(range(place, place + 1))[0]
+        index = range(len(self))[index]
+        return self._read(range(index, index + 1))[0]
 
     def __iter__(self) -> Iterator[Pair]:
-        """All pairs in order, read in portions, which is faster than one by one."""
+        """Iterate over all pairs, reading many at a time, which is faster than one by one."""
         for start in range(0, len(self), 16_384):
             yield from self[start : start + 16_384]
 
 
 def find_split(wanted: str, known: list[str], where: str) -> str:
-    """The split of that name, or the only one that goes by a usual other name for it."""
+    """Return the split of that name, or the only one with a usual alternative name."""
     if wanted in known:
         return wanted
     if wanted in VALIDATION_NAMES:
@@ -74,13 +75,16 @@ def find_split(wanted: str, known: list[str], where: str) -> str:
     else:
         found = [name for name in known if wanted == "test" and name.startswith("test")]
     if len(found) > 1:
-        raise ValueError(f"{where} has several splits for {wanted!r}: name one of {_list(found)}.")
+        raise ValueError(
+            f"{where} has several splits for {wanted!r}: name one of {list_names(found)}."
+        )
     if not found:
-        raise ValueError(f"{where} has no split {wanted!r}; it has {_list(known) or 'none'}.")
+        raise ValueError(f"{where} has no split {wanted!r}; it has {list_names(known) or 'none'}.")
     return found[0]
 
 
-def _list(names) -> str:
+def list_names(names: Iterable[str]) -> str:
+    """Return sorted names, separated by commas."""
     return ", ".join(sorted(names))
 
 
@@ -90,7 +94,7 @@ class SequenceOfPairs(Pairs):
     languages = ("", "")
 
     def __init__(self, items: Sequence[Pair], name: str):
-        """Take the sequence; `name` is what errors call it."""
+        """Take the sequence, and its name in errors."""
         self._items, self._name = items, name
         if not len(items):
             raise ValueError(f"{name} must hold at least one pair; it is empty.")
@@ -100,7 +104,7 @@ class SequenceOfPairs(Pairs):
         return len(self._items)
 
     def identity(self) -> list:
-        """Return the fingerprint of the sequence if it has one, or else a digest of all pairs."""
+        """Return the fingerprint of the sequence if it has one, else a digest of all pairs."""
         if hasattr(self._items, "fingerprint"):
             return [self._items.fingerprint()]
         digest = hashlib.sha256()
@@ -127,7 +131,7 @@ class SequenceOfPairs(Pairs):
 def as_pairs(pairs: Any, name: str) -> Pairs:
     """Return any sequence of sentence pairs as `Pairs`.
 
-    Raises ValueError for what has no length or cannot be indexed, and for an empty sequence.
+    Raises ValueError for an object without length or indexing, and for an empty sequence.
     """
     if isinstance(pairs, Pairs):
         return pairs

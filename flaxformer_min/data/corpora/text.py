@@ -1,4 +1,4 @@
-"""Text files: a folder of line-aligned files, or of tab-separated ones."""
+"""Text corpora: a folder of line-aligned or tab-separated files."""
 
 import gzip
 import mmap
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flaxformer_min.data.corpora.pairs import Pair, Pairs, _list, find_split
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 from flaxformer_min.runtime.files import decode_line
 
 
@@ -37,17 +37,17 @@ class TextCorpus:
 
     @property
     def languages(self) -> tuple[str, str]:
-        """Source and target language."""
+        """Source and target language of the first split."""
         names = self.splits()
         if not names:
-            raise ValueError(self._nothing_here())
+            raise ValueError(self._no_splits())
         return self._languages_of(names[0])
 
     def pairs(self, split: str) -> Pairs:
         """Return the sentence pairs of a split."""
         names = self.splits()
         if not names:
-            raise ValueError(self._nothing_here())
+            raise ValueError(self._no_splits())
         name = find_split(split, names, str(self.folder))
         languages, endings = self._languages_of(name), self.files[name]
         if "tsv" in endings:
@@ -65,11 +65,11 @@ class TextCorpus:
             return self.wanted or ("source", "target")
         example = "-".join(sorted(endings)[:2])
         raise ValueError(
-            f"{self.folder} holds {split!r} in {_list(endings)}; which is the source is not to be "
-            f"guessed. Set data.languages, for example to {example}."
+            f"{self.folder} holds {split!r} in {list_names(endings)}, and the source is ambiguous. "
+            f"Set data.languages, for example to {example}."
         )
 
-    def _nothing_here(self) -> str:
+    def _no_splits(self) -> str:
         names = [path.name for path in sorted(self.folder.iterdir())]
         files = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
         source, target = self.wanted or ("en", "de")
@@ -88,9 +88,10 @@ class TextCorpus:
 
 
 class _Lines:
-    r"""The lines of a file, by number. Only \n ends a line; a \r before it and a BOM are dropped.
+    r"""The lines of a file, with random access.
 
-    Nothing of a plain file is kept in memory but where its lines begin; a gzip file is unpacked.
+    Only \n ends a line; a \r before it and a BOM are dropped. A plain file is memory-mapped, a gzip
+    file is decompressed into memory.
     """
 
     def __init__(self, path: Path):
@@ -99,7 +100,7 @@ class _Lines:
 
     def _load(self) -> None:
         with self.path.open("rb") as file:
-            # Of what is read here, or another text that takes its place would be known by it.
+            # Of the open file: by path, it could be that of a file that has replaced this one.
             self.status = os.fstat(file.fileno())
             if self.path.suffix == ".gz":
                 try:
@@ -108,9 +109,9 @@ class _Lines:
                     raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
             elif self.status.st_size:
                 self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            else:  # nothing cannot be mapped
+            else:  # an empty file cannot be mapped
                 self.content = b""
-        size, portion = len(self.content), 1 << 24  # portions: a comparison takes memory of its own
+        size, portion = len(self.content), 1 << 24  # portions bound the memory of the comparison
         ends = [
             start + np.flatnonzero(np.frombuffer(self.content[start : start + portion], "u1") == 10)
             for start in range(0, size, portion)
@@ -143,7 +144,7 @@ class _Lines:
 
 
 class _PairOfFiles(Pairs):
-    """Line i of one file and line i of the other."""
+    """Pairs of line i of one file and line i of the other."""
 
     def __init__(self, paths: list[Path], languages: tuple[str, str]):
         self.languages = languages
@@ -169,7 +170,7 @@ class _PairOfFiles(Pairs):
 
 
 class _TableOfPairs(Pairs):
-    """A line of one file: the source, a tab, the target."""
+    """Pairs of one file: each line is source, tab, target."""
 
     def __init__(self, path: Path, languages: tuple[str, str]):
         self.languages = languages

@@ -1,16 +1,16 @@
-"""Translation sets of tensorflow_datasets, read without TensorFlow."""
+"""Translation datasets of tensorflow_datasets, read without TensorFlow."""
 
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.data.corpora.pairs import Pair, Pairs, _list, find_split
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 
 
 class TfdsCorpus:
-    """A prepared data set of tensorflow_datasets and the direction to read it in."""
+    """A prepared dataset of tensorflow_datasets, read in one direction."""
 
     def __init__(self, builder: Any, languages: tuple[str, str]):
-        """Take a prepared set and the languages to read."""
+        """Take the builder of a prepared dataset, and source and target language."""
         self.builder, self.languages = builder, languages
 
     def splits(self) -> list[str]:
@@ -24,9 +24,9 @@ class TfdsCorpus:
 
 
 class RecordPairs(Pairs):
-    """Records of an array_record file, each a tf.train.Example with one text for each language.
+    """Pairs of an array_record file whose records are tf.train.Example, one text per language.
 
-    They are parsed here: tfds decodes the features of 20,000 records a second, this 80,000.
+    Records are parsed here, at 80,000 per second, because tfds decodes only 20,000.
     """
 
     def __init__(self, builder: Any, split: str, languages: tuple[str, str]):
@@ -53,7 +53,7 @@ class RecordPairs(Pairs):
         from tensorflow_datasets.proto.tf_example_generated_pb2 import Example
 
         if len(indices) == 1:
-            records = [self.records[indices[0]]]  # a list of one takes four times as long
+            records = [self.records[indices[0]]]  # a list of one index takes four times as long
         else:
             records = self.records.__getitems__(list(indices)) if indices else []
         pairs = []
@@ -65,90 +65,92 @@ class RecordPairs(Pairs):
 
 
 def open_tfds(
-    place: str, wanted: tuple[str, str] | None, cache_dir: str, download: bool
+    name: str, wanted: tuple[str, str] | None, cache_dir: str, download: bool
 ) -> TfdsCorpus:
-    """Return the set, downloaded and prepared if that is allowed; ValueError otherwise."""
-    builder = _tfds_builder(place, cache_dir)
-    known = _translation_languages(builder, place)
+    """Return the dataset `name`, prepared if `download` allows it.
+
+    Raises ValueError if it cannot be opened, prepared, or read in these languages.
+    """
+    builder = _tfds_builder(name, cache_dir)
+    known = _translation_languages(builder, name)
     languages = wanted or _order(builder, known)
     missing = [language for language in languages if language not in known]
     if missing:
-        raise ValueError(f"tfds:{place} has no language {missing[0]!r}; it has {_list(known)}.")
+        raise ValueError(f"tfds:{name} has no language {missing[0]!r}; it has {list_names(known)}.")
     if not builder.is_prepared():
         if not download:
-            raise ValueError(_how_to_prepare(place, languages, cache_dir, builder))
-        _download(builder, place)
+            raise ValueError(_how_to_prepare(name, languages, cache_dir, builder))
+        _download(builder, name)
     return TfdsCorpus(builder, languages)
 
 
-def _tfds_builder(place: str, cache_dir: str) -> Any:
+def _tfds_builder(name: str, cache_dir: str) -> Any:
     import tensorflow_datasets as tfds
-    import tensorflow_datasets.translate  # noqa: F401 (the WMT sets are registered by this alone)
+    import tensorflow_datasets.translate  # noqa: F401 (registers the WMT datasets)
 
     data_dir = str(Path(cache_dir).expanduser()) if cache_dir else None
     try:
-        return tfds.builder(place, data_dir=data_dir, file_format="array_record")
+        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
         raise ValueError(
-            f"tfds:NAME must be a data set of tensorflow_datasets, or one prepared in "
-            f"data.cache_dir; there is no {place!r}."
+            "tfds:NAME must be a dataset of tensorflow_datasets, or one prepared in "
+            f"data.cache_dir; there is no {name!r}."
         ) from error
     except (ValueError, AssertionError, TypeError) as error:
         if "file format" in str(error).lower():
             raise ValueError(
-                f"tfds:{place} must be prepared as array_record, the format that tfds reads at "
-                f"random without TensorFlow; it lies in {data_dir or 'the folder of tfds'} in "
-                "another one. Choose another data.cache_dir, and prepare it there with "
-                "data.download."
+                f"tfds:{name} must be prepared as array_record, the format that tfds reads without "
+                f"TensorFlow; {data_dir or 'the folder of tfds'} has it in another format. Choose "
+                "another data.cache_dir, and prepare it there with data.download."
             ) from error
-        # An unknown config or version, above all.
-        raise ValueError(f"tfds:{place} cannot be opened; {_first_line(error)}") from error
+        # Usually an unknown config or version.
+        raise ValueError(f"tfds:{name} cannot be opened; {_first_line(error)}") from error
 
 
-def _translation_languages(builder: Any, place: str) -> tuple[str, ...]:
+def _translation_languages(builder: Any, name: str) -> tuple[str, ...]:
     import tensorflow_datasets as tfds
 
     features = builder.info.features
     if not isinstance(features, tfds.features.Translation):
         raise ValueError(
-            f"A tfds corpus must have the features of a translation, one text for each language; "
-            f"tfds:{place} has {type(features).__name__}({_list(features or ())}). Write what you "
-            "need of it into text files, and name them with text:DIR."
+            "A tfds corpus must have the features of a translation, one text per language; "
+            f"tfds:{name} has {type(features).__name__}({list_names(features or ())}). Write its "
+            "text into files, and use them as text:DIR."
         )
     return tuple(features.languages)
 
 
 def _order(builder: Any, languages: tuple[str, ...]) -> tuple[str, str]:
-    """Source and target as the set declares them: of de-en, de is the source."""
+    """Return source and target as the dataset declares them: de is the source of de-en."""
     supervised = builder.info.supervised_keys
     if supervised and len(supervised) == 2 and set(supervised) <= set(languages):
         return supervised
     if len(languages) == 2:
         return languages[0], languages[1]
     raise ValueError(
-        f"{builder.info.full_name} has {_list(languages)}: set data.languages to two of them, the "
-        "source first, joined by one hyphen."
+        f"{builder.info.full_name} has {list_names(languages)}: set data.languages to two of them, "
+        "the source first, joined by one hyphen."
     )
 
 
-def _how_to_prepare(place: str, languages: tuple[str, str], cache_dir: str, builder: Any) -> str:
-    arguments = f"'tfds:{place}', 'train', '{'-'.join(languages)}', '{cache_dir}', True"
+def _how_to_prepare(name: str, languages: tuple[str, str], cache_dir: str, builder: Any) -> str:
+    arguments = f"'tfds:{name}', 'train', '{'-'.join(languages)}', '{cache_dir}', True"
     return (
-        f"tfds:{place} must be prepared before it is read; it is not there in {builder.data_dir}. "
+        f"tfds:{name} must be prepared before it is read; it is not in {builder.data_dir}. "
         "Download and prepare it by setting data.download (train.py --data.download), or with\n"
         f'python -c "from flaxformer_min.data.corpora import read_pairs; read_pairs({arguments})"'
     )
 
 
-def _download(builder: Any, place: str) -> None:
+def _download(builder: Any, name: str) -> None:
     try:
         builder.download_and_prepare()
     except Exception as error:
-        # Servers, sockets, checksums, disks and the set's own code: every way to fail is tfds's.
+        # Network, checksums, disks, the dataset's own code: tfds may raise anything.
         raise ValueError(
-            f"tfds:{place} could not be downloaded and prepared in {builder.data_dir}; "
+            f"tfds:{name} could not be downloaded and prepared in {builder.data_dir}; "
             f"{type(error).__name__}: {_first_line(error)} Check the network and the disk, and try "
-            "again; what was downloaded is kept."
+            "again; completed downloads are kept."
         ) from error
 
 
