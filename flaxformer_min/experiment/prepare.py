@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_min.config import Config
-from flaxformer_min.data.corpora import languages_of, read_pairs
+from flaxformer_min.data.corpora import GIVEN, languages_of, read_pairs
 from flaxformer_min.data.corpora.pairs import Pairs, as_pairs
 from flaxformer_min.data.encoding import SEGMENTATIONS, EncodedPairs, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
@@ -17,9 +17,6 @@ from flaxformer_min.runtime.distributed import gather, is_main_process, main_pro
 from flaxformer_min.runtime.files import cache_folder, write_atomically
 
 LOGGER = logging.getLogger("flaxformer_min")
-
-GIVEN = "given"
-"""`data.corpus` of a run that was trained on `train(pairs=...)`: its text is not named anywhere."""
 
 SPLITS = ("train", "validation", "test")
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from flax import linen as nn
 
 from flaxformer_min.config import Config
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
+from flaxformer_min.data.corpora import GIVEN
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation
 from flaxformer_min.experiment.averaging import drop_average, validate_average
 from flaxformer_min.experiment.model import build_model, can_decode, with_architecture
-from flaxformer_min.experiment.prepare import GIVEN, Prepared, open_split, prepare
+from flaxformer_min.experiment.prepare import Prepared, open_split, prepare
 from flaxformer_min.experiment.report import (
     MEMORY_ADVICE,
     Stopwatch,
@@ -47,6 +48,9 @@ from flaxformer_min.training.profile import Profile
 from flaxformer_min.training.step import TrainState
 
 LOGGER = logging.getLogger("flaxformer_min")
+
+POLL_SECONDS = 0.2
+"""The main thread looks for an interrupt at least this often while training runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +158,20 @@ class Interrupt:
         try:
             running = pool.submit(work)
             try:
-                return running.result()
+                return _result_of(running)
             except KeyboardInterrupt:
                 LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
                 self._came.set()
-                return running.result()
+                return _result_of(running)
         finally:
             pool.shutdown(wait=False)
+
+
+def _result_of(running: Future) -> Any:
+    """Wait for the result; look up often, because not every interrupt ends a wait."""
+    while not running.done():
+        wait([running], timeout=POLL_SECONDS)
+    return running.result()
 
 
 @dataclasses.dataclass

@@ -53,16 +53,23 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        query = self._heads(self.query(x))
-        if self.config.attention == "fused":
-            gathered = fused_attention(query, attended.keys, attended.values, mask)
-        elif self._by_blocks(query.shape[2]):
-            gathered = attention_by_blocks(query, attended.keys, attended.values, mask)
-        else:
-            weights = batched_attention_weights(query, attended.keys, mask)
-            self.sow("intermediates", "weights", weights)
-            gathered = batched_weighted_sum(self.dropout(weights), attended.values)
+        gathered = self.attend(self._heads(self.query(x)), attended, mask)
         return self.output(gathered.swapaxes(1, 2).reshape(x.shape))
+
+    def attend(
+        self,
+        query: Float[Array, "batch heads queries d_k"],
+        attended: KeyValue,
+        mask: Bool[Array, "batch queries keys"],
+    ) -> Float[Array, "batch heads queries d_k"]:
+        """Return what each query gathers. Override this for another kind of attention."""
+        if self.config.attention == "fused":
+            return fused_attention(query, attended.keys, attended.values, mask)
+        if self._by_blocks(query.shape[2]):
+            return attention_by_blocks(query, attended.keys, attended.values, mask)
+        weights = batched_attention_weights(query, attended.keys, mask)
+        self.sow("intermediates", "weights", weights)
+        return batched_weighted_sum(self.dropout(weights), attended.values)
 
     def _by_blocks(self, queries: int) -> bool:
         """Whether rows are long, and weights are neither sown nor dropped."""

@@ -1,0 +1,248 @@
+"""Training as a library call: what it takes, what it leaves, and how it is interrupted."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from flaxformer_min import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    RunFolder,
+    TrainingConfig,
+    Transformer,
+    Translator,
+    train,
+)
+from flaxformer_min.training.metrics import read_metrics
+
+WORDS = "one two three four five six".split()
+
+
+def reversed_words(count, seed):
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(2, 5))) for _ in range(count)]
+    return [(text, " ".join(reversed(text.split()))) for text in texts]
+
+
+PAIRS = {"train": reversed_words(40, 0), "validation": reversed_words(6, 1)}
+CONFIG = Config(
+    data=DataConfig(source_row_length=16, target_row_length=16, rows_per_batch=4),
+    model=ModelConfig(vocab_size=280, num_layers=1, d_model=16, d_ff=16, num_heads=2),
+    training=TrainingConfig(
+        steps=6, warmup_steps=4, log_every=2, validate_every=4, save_every=3, validation_sentences=0
+    ),
+    decoding=DecodingConfig(beam_size=1, max_extra_tokens=2),
+)
+
+
+class Bigram(nn.Module):
+    """Predicts a token from the one before it alone: the least model that training takes."""
+
+    vocab_size: int
+
+    def setup(self):
+        self.table = nn.Embed(self.vocab_size, 8)
+
+    def hidden_states(self, batch):
+        previous = jnp.roll(batch.target.ids, 1, axis=1) * (batch.target.positions > 0)
+        return self.table(previous)
+
+    def logits(self, x):
+        return self.table.attend(x)
+
+
+def same(first, second):
+    """Whether two runs have the same parameters, bit for bit, and metrics but for the clock."""
+    ours, theirs = (RunFolder(run).params() for run in (first, second))
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    lines = [read_metrics(RunFolder(run).metrics) for run in (first, second)]
+    for each in (line for run in lines for line in run):
+        for name in ("tokens_per_second", "steps_per_second"):
+            each.pop(name, None)
+    return ours.step == theirs.step and lines[0] == lines[1]
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """A run that nobody stopped."""
+    return train(CONFIG, tmp_path_factory.mktemp("runs") / "uncut", pairs=PAIRS)
+
+
+def test_a_call_leaves_a_run_that_translates(uncut):
+    assert (uncut.step, uncut.stopped, uncut.test) == (6, False, None)
+    assert set(uncut.validation) == {"loss", "perplexity", "accuracy"}
+    assert uncut.validation["perplexity"] == pytest.approx(np.exp(uncut.validation["loss"]))
+    assert uncut.translator.restored[0].step in (4, 6)
+    assert len(uncut.translator.translate(["one two", ""])) == 2
+    recorded = read_metrics(uncut.run.metrics)[-1]
+    assert recorded["validation_loss"] == uncut.validation["loss"]
+
+
+def test_a_call_on_a_finished_run_returns_what_it_found(uncut):
+    again = train(CONFIG, uncut.run.path, pairs=PAIRS)
+    assert again.step == 6 and again.validation == uncut.validation
+
+
+def test_a_stop_request_saves_and_the_same_call_continues_bit_for_bit(uncut, tmp_path):
+    polls = iter(range(100))
+    part = train(CONFIG, tmp_path / "cut", pairs=PAIRS, stop=lambda: next(polls) >= 2)
+    assert part.stopped and 0 < part.step < 6
+    assert not train(CONFIG, tmp_path / "cut", pairs=PAIRS).stopped
+    assert same(uncut.run.path, tmp_path / "cut")
+
+
+def test_ctrl_c_saves_and_returns_and_the_same_call_continues_bit_for_bit(uncut, tmp_path):
+    """As Stop does in a notebook: an exception in the main thread, wherever it is."""
+
+    def interrupt(logits, label):
+        """While the step is compiled, which the main thread waits for."""
+        if threading.current_thread() is not threading.main_thread():
+            interrupted.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return -jax.nn.log_softmax(logits)[label]
+
+    interrupted = []
+    plain = train(CONFIG, tmp_path / "plain", pairs=PAIRS, token_loss=plain_loss)
+    part = train(CONFIG, tmp_path / "cut", pairs=PAIRS, token_loss=interrupt)
+    assert interrupted and part.stopped and part.step < 6
+    assert train(CONFIG, tmp_path / "cut", pairs=PAIRS, token_loss=plain_loss).step == plain.step
+    assert same(tmp_path / "plain", tmp_path / "cut")
+
+
+def plain_loss(logits, label):
+    return -jax.nn.log_softmax(logits)[label]
+
+
+def test_a_call_leaves_the_process_as_it_was(uncut, tmp_path):
+    """In a process of its own: signal handlers, jax's settings, and no sys.argv."""
+    script = f"""
+import signal, sys, jax
+sys.argv = ["notebook", "--workdir", "elsewhere"]
+numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+before = [signal.getsignal(n) for n in numbers], dict(jax.config.values)
+from flaxformer_min import Config, train
+config = Config.from_json(open({str(uncut.run.path / "config.json")!r}).read())
+import json
+pairs = json.loads({json.dumps(json.dumps(PAIRS))})
+result = train(config, {str(tmp_path / "run")!r}, pairs=pairs)
+assert result.step == 6
+after = [signal.getsignal(n) for n in numbers], dict(jax.config.values)
+assert before[0] == after[0]
+changed = {{n for n in before[1] if before[1][n] != after[1][n]}}
+assert not changed, changed
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_messages_go_to_the_logger_and_nothing_is_printed(uncut, tmp_path, caplog, capfd):
+    with caplog.at_level(logging.INFO, "flaxformer_min"):
+        train(CONFIG, uncut.run.path, pairs=PAIRS)
+    assert any("Continuing from step 6." in record.getMessage() for record in caplog.records)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_of_ones_own_trains_resumes_and_validates(tmp_path, uncut):
+    size = uncut.run.model_config().vocab_size
+    polls = iter(range(100))
+    model = Bigram(size)
+    whole = train(CONFIG, tmp_path / "whole", pairs=PAIRS, model=model)
+    part = train(CONFIG, tmp_path / "cut", pairs=PAIRS, model=model, stop=lambda: next(polls) > 1)
+    assert part.stopped
+    train(CONFIG, tmp_path / "cut", pairs=PAIRS, model=model)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    assert whole.validation["loss"] > 0 and whole.test is None
+
+
+def test_a_model_of_another_vocabulary_is_refused_with_the_size_it_needs(tmp_path, uncut):
+    size = uncut.run.model_config().vocab_size
+    with pytest.raises(ValueError, match=f"each of the {size} pieces .* got 7"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Bigram(7))
+
+
+def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="hidden_states and logits; Dense has no hidden_states"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
+
+
+def test_a_run_of_ones_own_model_is_loaded_with_that_model_only(tmp_path):
+    def constant(positions, d_model):
+        return jnp.ones((positions.shape[0], d_model))
+
+    model = Transformer(CONFIG.model, position_function=constant)
+    result = train(CONFIG, tmp_path / "run", pairs=PAIRS, model=model)
+    assert len(result.translator.translate(["one two"])) == 1
+    with pytest.raises(ValueError, match="was trained with Transformer; .* model="):
+        Translator.load(tmp_path / "run")
+    with pytest.raises(ValueError, match="was trained with Transformer"):
+        Translator.load(tmp_path / "run", model=Bigram(280))
+
+
+@pytest.mark.parametrize(
+    "pairs, error",
+    [
+        ({"train": PAIRS["train"]}, '"train" and "validation".* got \'train\''),
+        ({**PAIRS, "dev": PAIRS["train"]}, "got 'train', 'validation', 'dev'"),
+        ({**PAIRS, "validation": []}, r"pairs\['validation'\] must hold at least one pair"),
+        ({**PAIRS, "train": "ab"}, r"pairs\['train'\] must be a sequence .* got str"),
+        ({**PAIRS, "train": iter([])}, r"must be a sequence .* Make a list of it"),
+        ({**PAIRS, "train": ["ab"] * 9}, r"pairs\['train'\]\[0\] must be a pair of two texts"),
+        ({**PAIRS, "train": [("a", None)] * 9}, r"got \('a', None\)"),
+    ],
+)
+def test_pairs_that_are_none_are_refused_by_name(tmp_path, pairs, error):
+    with pytest.raises(ValueError, match=error):
+        train(CONFIG, tmp_path / "run", pairs=pairs)
+
+
+class Counting:
+    """A corpus that counts how often it is read; known by its fingerprint."""
+
+    def __init__(self, items, fingerprint):
+        self.items, self.reads = items, 0
+        self._fingerprint = fingerprint
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return self.items[i]
+
+    def fingerprint(self):
+        return self._fingerprint
+
+
+def test_pairs_with_a_fingerprint_are_encoded_once(tmp_path):
+    for name, expected in (("first", True), ("second", False)):
+        text = Counting(PAIRS["train"], "the words of this test, reversed")
+        train(CONFIG, tmp_path / name, pairs={**PAIRS, "train": text})
+        assert (text.reads > 0) == expected
+    assert same(tmp_path / "first", tmp_path / "second")
+
+
+def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
+    assert uncut.run.config().data.corpus == "given"
+    with pytest.raises(ValueError, match="trained on sentence pairs that were given to train"):
+        train(uncut.run.config(), uncut.run.path)
+
+
+def test_the_test_split_is_scored_with_what_the_run_translates_with(tmp_path):
+    test = reversed_words(4, 2)
+    result = train(CONFIG, tmp_path / "run", pairs={**PAIRS, "test": test})
+    sources, references = zip(*test, strict=True)
+    translations = result.translator.translate(sources)
+    right = sum(a == b for a, b in zip(translations, references, strict=True))
+    assert result.test.exact_match == right / 4 and result.test.sentences == 4

@@ -1,0 +1,67 @@
+"""docs/extending.md is true: its code runs from top to bottom, and does what the page says."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def lines_of(block):
+    return [line for line in block.splitlines() if line.strip()]
+
+
+def test_the_code_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for number, block in enumerate(BLOCKS, start=1):
+        exec(compile(block, f"docs/extending.md, block {number}", "exec"), names)
+    assert names["result"].run.config().model.architecture == "BagOfWords"
+    check_linear_attention(names)
+    check_binary_encoding(names)
+    check_focal_loss(names)
+
+
+def test_a_loop_of_ones_own_takes_at_most_25_lines():
+    loop = next(block for block in BLOCKS if "for _ in range(3)" in block)
+    assert len(lines_of(loop)) <= 25
+
+
+def check_linear_attention(names):
+    """A loop over queries and keys: feature maps, weights over their sum, masked keys left out."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 4, 2))  # [position d_k] each
+    mask = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
+
+    def feature(x):
+        return np.where(x > 0, x, np.expm1(x)) + 1
+
+    expected = np.zeros((3, 2))
+    for q in range(3):
+        weights = [feature(query[q]) @ feature(key[k]) * mask[q, k] for k in range(4)]
+        for k in range(4):
+            expected[q] += weights[k] * value[k] / (sum(weights) or 1)
+    attended = (
+        names["MultiHeadAttention"]
+        .__call__.__globals__["KeyValue"]
+        .of(jnp.asarray(key, jnp.float32)[None, None], jnp.asarray(value, jnp.float32)[None, None])
+    )
+    module = names["LinearAttention"](names["config"].model)
+    found = module.attend(jnp.asarray(query[:3], jnp.float32)[None, None], attended, mask[None])
+    np.testing.assert_allclose(found[0, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+def check_binary_encoding(names):
+    encoding = names["binary_encoding"](jnp.array([5]), 10)
+    assert encoding.tolist() == [[1, 0, 1, 0, 0, 0, 0, 0, 1, 0]]
+
+
+def check_focal_loss(names):
+    """Of probability 1/4: (3/4)² ln 4."""
+    logits = jnp.log(jnp.array([0.25, 0.5, 0.25]))
+    assert abs(names["focal_loss"](logits, 0) - 0.5625 * np.log(4)) < 1e-6
+    assert isinstance(names["metrics"]["loss"], jax.Array)
