@@ -1,4 +1,4 @@
-"""The machine: its devices, its memory, and where compiled programs are kept."""
+"""Devices, and the cache of compiled programs."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 MOST_CPU_DEVICES = 8
-"""Each holds parameters of its own in training, and makes one more batch at a time in decoding."""
+"""Each device has its own copy of the parameters in training, and its own batch in decoding."""
 
 
 def configure_cpu_devices(rows: int = 0) -> None:
-    """Make every core of a CPU a device of its own, or fewer that divide `rows`, if any, evenly.
+    """Make each CPU core a jax device, up to eight; with `rows`, only as many as divide it evenly.
 
-    XLA leaves cores idle within small programs: on two cores, two devices train 1.3 times as fast
-    as one, and decoding takes a batch for each. To be called before jax computes anything; then, or
-    where the user chose a number of devices, it does nothing. Accelerators are not affected.
+    XLA leaves cores idle in small programs: on two cores, two devices train 1.3 times as fast as
+    one, and decoding runs a batch on each. Has no effect once jax has computed anything, if the
+    user chose a number of devices, or on accelerators.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
@@ -26,25 +26,25 @@ def configure_cpu_devices(rows: int = 0) -> None:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
-    with contextlib.suppress(RuntimeError):  # jax has begun already
+    with contextlib.suppress(RuntimeError):  # jax is initialized already
         jax.config.update("jax_num_cpu_devices", devices)
 
 
 def same_on(devices: list[jax.Device]) -> jax.sharding.Sharding:
-    """How arrays lie that are the same on each of `devices`: as `pmap` takes and gives them."""
+    """Return the sharding of arrays that are replicated on `devices`, as `pmap` uses it."""
     mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:
-    """The same arrays on each of `devices`."""
+    """Return the arrays, copied to each of `devices`."""
     return jax.device_put(tree, same_on(devices))
 
 
 def on_all_processes(tree: Any) -> Any:
-    """Arrays that lie on each device of this process as the same ones on each device of all.
+    """Return arrays replicated on this process's devices as replicated on those of all processes.
 
-    Nothing is copied or sent: every process must hold the same values.
+    Nothing is copied or sent: every process must have the same values.
     """
     everywhere = same_on(jax.devices())
 
@@ -71,7 +71,7 @@ def describe_devices() -> str:
 
 
 def _nvidia_gpus() -> list[str]:
-    """Names of the NVIDIA devices the system shows, driver or not asked."""
+    """Return the NVIDIA devices of the system, whether or not their driver works."""
     if os.environ.get("JAX_PLATFORMS") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
@@ -81,9 +81,9 @@ def _nvidia_gpus() -> list[str]:
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Let later starts reuse what XLA compiles, unless the user configured jax's cache already.
+    """Cache compiled programs on disk for later starts, unless the user configured jax's cache.
 
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off, JAX_COMPILATION_CACHE_DIR says where instead.
+    JAX_ENABLE_COMPILATION_CACHE=false disables it; JAX_COMPILATION_CACHE_DIR sets another folder.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
@@ -91,10 +91,10 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 class CompileClock:
-    """Counts the programs XLA compiles in this process, and the seconds spent on it."""
+    """Counts the programs that XLA compiles in this process, and measures the seconds."""
 
     def __init__(self):
-        """Listen from now on."""
+        """Start counting."""
         self.programs, self.seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -104,5 +104,5 @@ class CompileClock:
             self.seconds += seconds
 
     def __str__(self) -> str:
-        """For people."""
+        """Return a summary."""
         return f"{self.seconds:.0f} s compiling {self.programs} programs"

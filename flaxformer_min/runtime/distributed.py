@@ -1,6 +1,6 @@
-"""Several processes that train as one: how they meet, talk, stop and end together.
+"""Training with several processes: how they connect, communicate, stop and end together.
 
-Nothing here does anything where a process is alone.
+With a single process, nothing here has any effect.
 """
 
 import contextlib
@@ -20,31 +20,29 @@ import jax
 import numpy as np
 
 HEARTBEAT_SECONDS = 30
-"""A process that was not heard of for so long is taken for dead, and jax ends the others."""
+"""Seconds without a heartbeat after which a process counts as dead, and jax ends the others."""
 
-
-PATIENCE = 7 * 24 * 3600 * 1000
-"""Milliseconds one waits for what another prepares. That it lives, the heartbeat tells."""
-
+TIMEOUT_MS = 7 * 24 * 3600 * 1000
+"""Milliseconds to wait for another process to finish its work; heartbeats show that it lives."""
 
 _ENDING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """Where several processes meet: give all three, or none. Slurm and TPU pods need none."""
+    """How several processes connect: set all three or none. Slurm and TPU pods need none."""
 
     coordinator: str = ""
-    """HOST:PORT of process 0, as all others reach it; the port must be free."""
+    """HOST:PORT at which the other processes reach process 0; the port must be free."""
 
     num_processes: int | None = None
-    """How many there are."""
+    """Number of processes."""
 
     process_id: int | None = None
-    """Which of them this is, from 0."""
+    """Number of this process, from 0."""
 
     def __post_init__(self):
-        """Check that the three make sense together."""
+        """Validate the combination of the three."""
         given = self.coordinator, self.num_processes, self.process_id
         if given == ("", None, None):
             return
@@ -71,18 +69,18 @@ class Distributed:
 def distributed_session(
     settings: Distributed, prepare: Callable[[int], None] = lambda processes: None
 ) -> Iterator[None]:
-    """Be one of several processes while the body runs, if told so or started so by a cluster.
+    """Connect this process with the others, if settings or a cluster specify several.
 
-    To be entered before jax computes anything. `prepare` is called with the number of processes,
-    before jax looks for devices. An error in the body of one process ends all of them, with its
-    words: waiting for it, as jax does at exit, would be for ever.
+    Enter it before jax computes anything. `prepare` is called with the number of processes, before
+    jax initializes the devices. An error in the body of one process ends all processes with that
+    error; otherwise they would wait for it forever at exit.
     """
     cluster = None if settings.coordinator else _cluster()
     if not (settings.coordinator or cluster):
         prepare(1)
         yield
         return
-    # Its handler would swallow SIGTERM; `any_process` tells the others instead.
+    # Its handler would intercept SIGTERM, which `any_process` passes to the others.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         settings.coordinator or None,
@@ -94,7 +92,7 @@ def distributed_session(
     watch = threading.Thread(target=_end_with_the_others, daemon=True)
     watch.start()
     try:
-        prepare(_group().num_processes)  # jax.process_count() would look for devices
+        prepare(_group().num_processes)  # jax.process_count() would initialize the devices
         _check_devices()
         yield
         gather("end", "well")
@@ -107,32 +105,34 @@ def distributed_session(
 
 
 def count() -> int:
-    """How many processes train together."""
+    """Return the number of processes."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def index() -> int:
-    """Which of them this is, from 0."""
+    """Return the number of this process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def is_main_process() -> bool:
-    """Whether this is the one process that writes what is written once."""
+    """Return whether this is process 0, which does what is done once."""
     return index() == 0
 
 
 @contextlib.contextmanager
 def main_process_first(topic: str) -> Iterator[None]:
-    """Process 0 runs the body; then the others do, and find what it left. A topic serves once."""
+    """Run the body in process 0, and then in the others. Each use needs its own topic."""
     if not is_main_process():
-        _store().blocking_key_value_get(f"first/{topic}", PATIENCE)
+        _store().blocking_key_value_get(f"first/{topic}", TIMEOUT_MS)
     yield
     if is_main_process() and count() > 1:
         _store().key_value_set(f"first/{topic}", "done")
 
 
 def gather(topic: str, value: Any) -> list[Any]:
-    """What each process has to say, as JSON, by its number. A topic serves once.
+    """Return the value of each process, in their order. Each use needs its own topic.
+
+    Values must be JSON-serializable.
 
     >>> gather("weather", {"rain": 0.5})
     [{'rain': 0.5}]
@@ -141,16 +141,16 @@ def gather(topic: str, value: Any) -> list[Any]:
         return [value]
     _store().key_value_set(f"{topic}/{index()}", json.dumps(value))
     return [
-        json.loads(_store().blocking_key_value_get(f"{topic}/{other}", PATIENCE))
+        json.loads(_store().blocking_key_value_get(f"{topic}/{other}", TIMEOUT_MS))
         for other in range(count())
     ]
 
 
 def any_process(poll: Callable[[], bool]) -> Callable[[], bool]:
-    """`poll`, but true in every process at the same call once it is true in one.
+    """Return a function that is true in all processes once `poll()` is true in any.
 
-    All must call it equally often. The answer is that of the call before, so that a step need not
-    wait for the one before it.
+    All processes must call it equally often; it becomes true at the same call in all. It returns
+    the result of its previous call, so that a step need not wait for the communication.
     """
     if count() == 1:
         return poll
@@ -166,11 +166,11 @@ def any_process(poll: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _cluster() -> str | None:
-    """What jax calls the cluster that started several of these, or None where this is alone."""
-    # A shell within an allocation has Slurm's other variables too, and only srun has many tasks.
+    """Return jax's name of the cluster that started several processes, or None."""
+    # A shell within an allocation also has Slurm's variables, but only srun sets several tasks.
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return "slurm"
-    from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # jax shows them nowhere else
+    from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # there is no public name
 
     for pod in (GkeTpuCluster, GceTpuCluster):
         if pod.is_env_present() and pod.get_process_count() > 1:
@@ -183,69 +183,70 @@ def _check_devices() -> None:
     if len(numbers) > 1:
         raise ValueError(
             "every process must have the same number of devices; got "
-            f"{', '.join(map(str, sorted(numbers)))}. Hide some, with CUDA_VISIBLE_DEVICES say."
+            f"{', '.join(map(str, sorted(numbers)))}. Hide some, for example with "
+            "CUDA_VISIBLE_DEVICES."
         )
 
 
 def _group() -> Any:
-    from jax._src.distributed import global_state  # jax shows it nowhere else
+    from jax._src.distributed import global_state  # there is no public name
 
     return global_state
 
 
 def _store() -> Any:
-    """The strings that process 0 keeps for all."""
+    """Return jax's key-value store, which process 0 hosts."""
     return _group().client
 
 
 def _end_all(error: BaseException) -> None:
-    """End this process for its error, or because it was asked to, and the others too."""
+    """End all processes because of an error or a stop signal in this one."""
     status = 2
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         number = error.args[0] if error.args else signal.SIGINT
         status = error.code if isinstance(error, SystemExit) else 128 + number
-        text = f"process {index()} of {count()} was asked to end. The same commands go on."
-    elif re.match("[A-Z_]+: ", str(error)):  # a status of XLA's, whatever the exception's type
-        text = _cannot_go_on(error)
+        text = f"process {index()} of {count()} received a stop signal. The same commands continue."
+    elif re.match("[A-Z_]+: ", str(error)):  # a status of XLA, whatever the exception's type
+        text = _cannot_continue(error)
     else:
         text = f"process {index()} of {count()} failed: {str(error) or type(error).__name__}"
     if not isinstance(error, (ValueError, OSError, RuntimeError)) and status == 2:
         traceback.print_exception(error)
-    _say_last(text)
+    _print_last(text)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         _store().key_value_set("failure", json.dumps([index(), text, status]), allow_overwrite=True)
     _end(status)
 
 
-def _cannot_go_on(error: BaseException) -> str:
+def _cannot_continue(error: BaseException) -> str:
     return (
-        f"process {index()} of {count()} cannot go on: {str(error).splitlines()[0]}. If another "
-        "one ended first, that one says why. Start all of them again, to go on from the last "
-        "checkpoint."
+        f"process {index()} of {count()} cannot continue: {str(error).splitlines()[0]}. If another "
+        "process ended first, see its message for the cause. Start all of them again to continue "
+        "from the last checkpoint."
     )
 
 
 def _end_with_the_others() -> None:
-    """Wait until one fails; or all are done, or process 0 is gone and the store with it."""
+    """Wait until a process fails, all have finished, or the store of process 0 is gone."""
     try:
-        failure = json.loads(_store().blocking_key_value_get("failure", PATIENCE))
+        failure = json.loads(_store().blocking_key_value_get("failure", TIMEOUT_MS))
     except jax.errors.JaxRuntimeError as error:
-        failure = [None, _cannot_go_on(error), 2]
+        failure = [None, _cannot_continue(error), 2]
     if failure and failure[0] != index():
-        _say_last(failure[1])
+        _print_last(failure[1])
         _end(failure[2])
 
 
-def _say_last(text: str) -> None:
-    _ENDING.acquire()  # for ever: what fails afterwards fails because of it
-    with contextlib.suppress(OSError):  # who reads may have gone
+def _print_last(text: str) -> None:
+    _ENDING.acquire()  # for good: whatever fails afterwards is a consequence
+    with contextlib.suppress(OSError):  # the reader may be gone
         print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> None:
-    """End now: at a regular exit jax would wait for the other processes."""
+    """End immediately: at a regular exit jax would wait for the other processes."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if is_main_process():
-        time.sleep(1)  # the store ends with this process: let the others read
+        time.sleep(1)  # let the others read the store, which ends with this process
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Atomic writing of files and folders, and where they are."""
 
 import contextlib
 import os
@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
-"""How the name ends of what is still being written."""
-
+"""Suffix of files and folders that are still being written."""
 
 ABANDONED = 24 * 3600
-"""Seconds after which a folder that nobody adds to was left by a process that was killed."""
+"""Seconds after the last change from which a partial folder is that of a killed process."""
 
 
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in, which is at `path` once the body has ended well; else nothing is.
+    """Open a file for writing, which appears at `path` only if the body ends without an error.
 
-    It has the permissions of any new file. Of a link the target is replaced; a device or a pipe is
-    written to as it is. Raises ValueError where there is no folder for it.
+    If `path` is a symbolic link, its target is replaced; a device or pipe is written to directly.
+    Raises ValueError if the folder does not exist.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
@@ -30,7 +29,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         return
     path = path.resolve()
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {str(path.parent)!r} to write in; make it first.")
+        raise ValueError(f"there is no folder {str(path.parent)!r} to write in; create it first.")
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,7 +44,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all, in a folder that is made if need be.
+    """Write a file atomically, and create its folder if necessary.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_atomically(Path(folder) / "a" / "b.txt", "done")
@@ -59,14 +58,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def folder_atomically(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which is `path` once the body has ended well.
+    """Create an empty folder, which becomes `path` only if the body ends without an error.
 
-    Where another process was faster, its folder stays. What killed processes left of theirs is
-    removed after a day.
+    If another process has created `path` in the meantime, that folder is kept. Folders that killed
+    processes left unfinished are removed after a day.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".*{PARTIAL}"):
-        with contextlib.suppress(FileNotFoundError):  # its process is done with it now
+        with contextlib.suppress(FileNotFoundError):  # its process has just finished it
             if time.time() - left.stat().st_mtime > ABANDONED:
                 shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
@@ -86,7 +85,7 @@ def folder_atomically(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what killed processes left of a file half written. Only for who alone may write it."""
+    """Remove unfinished versions of a file. Only for a process with exclusive access to it."""
     for partial in path.parent.glob(f".{path.name}-*{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
@@ -98,7 +97,7 @@ def _umask() -> int:
 
 
 def cache_folder(cache_dir: str = "") -> Path:
-    """Where prepared data is kept: `cache_dir`, or `flaxformer_min` in the user's cache folder.
+    """Return the folder for cached data: `cache_dir`, or one in the user's cache folder.
 
     >>> cache_folder("/data/cache").as_posix()
     '/data/cache'

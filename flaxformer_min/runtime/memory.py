@@ -1,23 +1,23 @@
-"""The memory of the process: what the C library keeps, and advice when a device has too little."""
+"""Memory: the tuning of malloc, and advice when a device runs out of memory."""
 
 import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
 
-KEEPING = ((-8, 1), (-4, 0), (-1, -1))
-"""For glibc's mallopt: M_ARENA_MAX, one heap for all threads, for only the first can grow without
-end; M_MMAP_MAX, no block outside of it; M_TRIM_THRESHOLD, which never shrinks."""
+MALLOC_SETTINGS = ((-8, 1), (-4, 0), (-1, -1))
+"""Arguments of glibc's mallopt: M_ARENA_MAX, one heap for all threads, because only the main heap
+can grow without limit; M_MMAP_MAX, no blocks outside of it; M_TRIM_THRESHOLD, never shrink it."""
 
 
 def tune_malloc() -> None:
-    """Let the C library keep the memory that a program frees, for the next one to use.
+    """Let glibc keep freed memory for reuse, instead of returning it to the system.
 
-    XLA asks for all the memory of a step anew, hundreds of megabytes. glibc would map and unmap
-    them each time, and the kernel clear them page by page: on two cores a step of a small model
-    then takes 1.4 times, a search 1.1 times as long. The process holds on to the most that it ever
-    needed. To be called before jax computes anything. Does nothing where the user has settings of
-    malloc, or on another C library.
+    XLA allocates the memory of each step anew, hundreds of megabytes. By default, glibc maps and
+    unmaps it each time, and the kernel clears every page: on two cores, a step of a small model
+    takes 1.4 times and a search 1.1 times as long. With this, a process keeps the most memory that
+    it ever needed. Call it before jax computes anything. Has no effect if the user has set options
+    of malloc, or with another C library.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + "".join(os.environ)
     if "glibc.malloc" in chosen or "MALLOC_" in chosen or not hasattr(os, "confstr"):
@@ -25,7 +25,7 @@ def tune_malloc() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
             mallopt = ctypes.CDLL(None).mallopt
-            for setting, value in KEEPING:
+            for setting, value in MALLOC_SETTINGS:
                 mallopt(setting, value)
 
 

@@ -7,23 +7,23 @@ from collections.abc import Callable
 from types import FrameType
 
 StopCheck = Callable[[], bool] | None
-"""Called between two pieces of work: whether to stop there. None: never."""
+"""Called between two pieces of work; returns whether to stop. None: never stop."""
 
 
 class Stopped(Exception):
-    """Work ended early, because its `StopCheck` said so."""
+    """Work ended early, because its `StopCheck` returned true."""
 
 
 class StopRequest:
-    """Remembers that a signal asked the process to end, so that it can finish its current work.
+    """Records the first SIGINT or SIGTERM, so that the process can finish its current work.
 
     A context manager for the main thread, and a `StopCheck`. `signal_number` is None, SIGINT or
-    SIGTERM; a program that ends for it exits with status 128 + its number. A second signal ends the
+    SIGTERM; a program that ends because of it should exit with `status`. A second signal ends the
     process at once.
     """
 
     def __init__(self, announcement: str = ""):
-        """Prepare; `announcement` is written to stderr when the first signal comes."""
+        """Take a text to write to stderr at the first signal."""
         self.signal_number: int | None = None
         self._announcement = announcement
         self._before: dict = {}
@@ -53,13 +53,13 @@ class StopRequest:
             os._exit(128 + number)
         self.signal_number = number
         if self._announcement:
-            # To the descriptor: the reader of stderr may be gone, or a line half written.
+            # To the descriptor, because the signal may interrupt a write to sys.stderr.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._announcement}\n".encode())
 
 
 class InterruptOnSignal(StopRequest):
-    """Turns the first SIGINT or SIGTERM into a KeyboardInterrupt, whose argument is its number."""
+    """Raises KeyboardInterrupt at the first SIGINT or SIGTERM, with its number as argument."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         super()._handle(number, frame)

@@ -1,4 +1,4 @@
-"""Stdin, stdout and stderr: closed from the start, not UTF-8, or gone while the program runs."""
+"""Standard streams that are closed from the start, not UTF-8, or whose reader goes away."""
 
 import contextlib
 import errno
@@ -8,16 +8,16 @@ import sys
 from collections.abc import Iterator
 
 GONE = (errno.EPIPE, errno.EIO)
-"""What writing fails with when the reader of a pipe has gone, or the terminal."""
+"""Errors of writing to a pipe or terminal that has gone away."""
 
 
 def open_streams() -> None:
-    """Let those that were closed lead nowhere, and stdout be UTF-8 whatever the locale says."""
+    """Open closed standard streams on the null device, and set stdout to UTF-8."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # or a file of ours would get that number, and what others write to it
+        pass  # otherwise the next opened file would become stdin, stdout or stderr
     os.close(descriptor)
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the program runs
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - open until the program ends
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -27,7 +27,7 @@ def open_streams() -> None:
 
 @contextlib.contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """What the body says is said now; where nobody can hear it any more, the program goes on."""
+    """Flush what the body prints; continue if its reader is gone."""
     try:
         yield
         sys.stdout.flush()
@@ -39,9 +39,9 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 
 def drop_unwritable() -> None:
-    """Let stdout and stderr lead nowhere where they take nothing more.
+    """Redirect stdout and stderr to the null device if they cannot be written.
 
-    Python flushes them once more at its end, and would complain.
+    Otherwise Python would report an error when it flushes them at exit.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
