@@ -346,9 +346,7 @@ class Config:
         try:
             content = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"{where} must be JSON; {error}. Copy it back from elsewhere."
-            ) from error
+            raise ValueError(f"{where} must be JSON; {error}. Restore it from a backup.") from error
         if not isinstance(content, dict) or type(content.get("format_version")) is not int:
             raise ValueError(
                 f"{where} must have a format_version; it is not a flaxformer_min config."

@@ -230,7 +230,7 @@ class BatchRunner:
         except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
             raise ValueError(
                 "settings, tokenizers and checkpoint must be those of one run; "
-                f"{str(error).partition(' (http')[0]} Copy back the files that were made together."
+                f"{str(error).partition(' (http')[0]} Restore the files that belong together."
             ) from error
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
 

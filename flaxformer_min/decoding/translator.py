@@ -117,7 +117,7 @@ class Translator:
         Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
         executed. A run that was trained with `train(model=...)` needs the same `model`. Raises
-        ValueError for a folder that is no run or has no intact checkpoint, and for different
+        ValueError for a folder that is not a run or has no intact checkpoint, and for different
         vocabularies.
         """
         if not runs:

@@ -1,8 +1,8 @@
 """Checkpoints: written by Orbax in the background, restored only if their checksums match.
 
-A checkpoint is a folder named by its step. Beside the arrays it holds a JSON item with everything
-that is not an array (the position in the training data, for example) and the checksums of all of
-it, because Orbax itself restores flipped bits without an error.
+A checkpoint is a folder named by its step. Besides the arrays it has a JSON item with everything
+else, such as the position in the training data, and checksums of both, because Orbax restores
+flipped bits without an error.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ PyTree = Any
 
 LOGGER = logging.getLogger("flaxformer_min")
 
+EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
+"""Words of Orbax's warnings about options that are set on purpose."""
 
-EXPECTED = ("read_only", "read only", "tracked_metric")
 
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax warns of the options it was given, and logs errors that it raises as well."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Return whether to log a record: not expected warnings, nor errors that Orbax also raises."""
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     raised = any("orbax" in frame.filename for frame in frames)
-    return not (raised or any(word in record.getMessage() for word in EXPECTED))
+    return not (raised or any(word in record.getMessage() for word in EXPECTED_WARNINGS))
 
 
 for name in ("absl", "asyncio"):
-    logging.getLogger(name).addFilter(_is_news)
+    logging.getLogger(name).addFilter(_is_relevant)
 
 
 class Metric(NamedTuple):
@@ -207,8 +207,8 @@ class Checkpoints:
             LOGGER.warning("checkpoint %d in %s is damaged (%s).", step, self.folder, wrong)
         if steps and found is None:
             raise ValueError(
-                f"no checkpoint in {self.folder} is whole; tried {', '.join(map(str, steps))}. "
-                "Copy one back from elsewhere, or start in another folder."
+                f"no checkpoint in {self.folder} is intact; tried {', '.join(map(str, steps))}. "
+                "Restore one from a backup, or start in another folder."
             )
         if damaged:
             with main_process_first("damaged checkpoints"):
@@ -218,11 +218,11 @@ class Checkpoints:
         return None if found is None else (step, *found)
 
     def _move_aside(self, damaged: list[int]) -> None:
+        aside = self.folder.parent / "damaged"
         for name in map(str, damaged):
-            shelter = self.folder.parent / "damaged"
-            shelter.mkdir(exist_ok=True)
-            shutil.rmtree(shelter / name, ignore_errors=True)
-            shutil.move(self.folder / name, shelter / name)
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / name, ignore_errors=True)
+            shutil.move(self.folder / name, aside / name)
 
     def wait(self) -> None:
         """Return once everything is on disk; raise OSError if it cannot be written."""
@@ -240,8 +240,9 @@ class Checkpoints:
             yield
         except Exception as error:
             raise OSError(
-                f"a checkpoint must be written whole; in {self.folder}: {_reason(error)}. Those "
-                "before it are whole. Make room, and start again to go on from the newest."
+                f"a checkpoint must be written completely; in {self.folder}: {_reason(error)}. "
+                "Earlier ones are intact. Free some space, and start again to continue from the "
+                "newest."
             ) from error
 
 
@@ -265,7 +266,7 @@ def restore_verified(
     if expected != _meta_checksum(meta):
         raise ValueError("the checksum of its description does not match")
     if meta["step"] != step:
-        raise ValueError(f"it is that of step {meta['step']}, under another name")
+        raise ValueError(f"it is a renamed checkpoint of step {meta['step']}")
     wrong = [name for name in like if checksum(state[name]) != meta["checksums"].get(name)]
     if wrong:
         raise ValueError(f"the checksum of {', '.join(wrong)} does not match")
@@ -314,8 +315,8 @@ def _reason(error: Exception) -> str:
     >>> _reason(ValueError("Failed writing: /a/b: No space left on device [os_error_code='28']"))
     'No space left on device'
     """
-    said = getattr(error, "strerror", None) or first_line(error, None)
-    return said.rpartition(": ")[2].partition(" [os_error_code")[0]
+    message = getattr(error, "strerror", None) or first_line(error, None)
+    return message.rpartition(": ")[2].partition(" [os_error_code")[0]
 
 
 def first_line(error: Exception, most: int | None = 200) -> str:

@@ -1,13 +1,13 @@
-"""The run folder: all that a run needs and leaves, as data that is never executed or unpickled.
+"""The run folder: all inputs and outputs of a run, as data that is never executed or unpickled.
 
 config.json               every setting, and the version of this format
 tokenizer.model           SentencePiece; or source_tokenizer.model and target_tokenizer.model
-checkpoints/STEP/         Orbax: parameters, optimizer, random key; where the rows stand
-averaged/STEP/            Orbax: the mean of the last checkpoints, where it was found to be better
+checkpoints/STEP/         Orbax: parameters, optimizer, random key, position in the training data
+averaged/STEP/            Orbax: the mean of the last checkpoints, if it is better than the best
 metrics.jsonl             one line per log and per validation
 tensorboard/              the same as TensorBoard events
-profile/                  timelines of a few steps, where they were asked for
-lock                      held by the process that trains
+profile/                  timelines of a few steps, if requested
+lock                      locked by the process that trains
 """
 
 import contextlib
@@ -16,7 +16,8 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +34,20 @@ LOGGER = logging.getLogger("flaxformer_min")
 
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
-
 TOKENIZER_FILES = ("tokenizer.model", "source_tokenizer.model", "target_tokenizer.model")
+
+OWN_NAMES = (
+    *("config.json", "metrics.jsonl", "lock", *TOKENIZER_FILES),
+    *("checkpoints", "averaged", "damaged", "tensorboard", "profile"),
+)
+"""Files and folders that training writes to."""
 
 
 class Restored(NamedTuple):
-    """What a run translates with.
+    """The parameters that a run translates with.
 
-    step:    of the checkpoint; of the newest one where they are the mean of several.
-    is_mean: whether they are.
+    step:    of the checkpoint, or of the newest one if the parameters are the mean of several.
+    is_mean: whether they are a mean.
     """
 
     step: int
@@ -50,10 +56,10 @@ class Restored(NamedTuple):
 
 
 class RunFolder:
-    """One run, by its path. Nothing is read or made before it is asked for."""
+    """A run, given by its path. Files are read and written by its methods only."""
 
     def __init__(self, path: str | Path):
-        """Name the folder; it need not exist."""
+        """Take the path, which need not exist."""
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.averaged = self.path / "averaged"
@@ -63,43 +69,45 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether the folder holds a run."""
         return (self.path / "config.json").exists()
 
     def config(self) -> Config:
-        """The settings the run was made with.
+        """Return the settings of the run.
 
-        Raises ValueError when this is no folder, no run, or a run of a newer format.
+        Raises ValueError if the folder is missing, or does not hold a run of a known format.
         """
         file = self.path / "config.json"
         if not self.path.is_dir():
             raise ValueError(f"a run is a folder; there is none at {self.path}.")
         if not file.exists():
-            raise ValueError(f"{self.path} is no run: it has no config.json. train.py makes one.")
+            raise ValueError(
+                f"{self.path} is not a run: it has no config.json. train.py creates one."
+            )
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{file} cannot be read: {error}. Make it readable, or copy it back from elsewhere."
+                f"{file} cannot be read: {error}. Make it readable, or restore it from a backup."
             ) from error
         return Config.from_json(text, file)
 
     def tokenizers(self) -> Tokenizers:
-        """Source and target tokenizer; one object where the languages share it.
+        """Return source and target tokenizer; one object if the languages share it.
 
-        Raises ValueError when one is missing or is no SentencePiece model of ours.
+        Raises ValueError if one is missing or is not a valid tokenizer.
         """
         names = self._tokenizer_names(self.config())
         missing = [name for name in names if not (self.path / name).exists()]
         if missing:
             raise ValueError(
-                f"{self.path} is incomplete: it has no {missing[0]}. Copy it back from elsewhere."
+                f"{self.path} is incomplete: it has no {missing[0]}. Restore it from a backup."
             )
         loaded = {name: Tokenizer.load(self.path / name) for name in set(names)}
         return loaded[names[0]], loaded[names[1]]
 
     def model_config(self) -> ModelConfig:
-        """The model's sizes, with the vocabularies the tokenizers really have."""
+        """Return the model's settings, with the actual vocabulary sizes of the tokenizers."""
         return fit_vocabulary(self.config().model, self.tokenizers())
 
     def params(self, step: int | None = None) -> Restored:
@@ -114,41 +122,41 @@ class RunFolder:
             try:
                 return Restored(*restore_params(self.averaged), is_mean=True)
             except ValueError:
-                LOGGER.warning("the mean cannot be used; a single checkpoint is.")
+                LOGGER.warning("the mean cannot be used; using a single checkpoint instead.")
         return Restored(*restore_params(self.checkpoints, step), is_mean=False)
 
     def keep_average(self, params: Any, step: int) -> None:
-        """Translate with these parameters from now on."""
+        """Save these parameters as the mean, to translate with from now on."""
         checkpoints = Checkpoints(self.averaged, keep=1)
         checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, {})
         checkpoints.close()
 
     def drop_average(self) -> None:
-        """Translate with the best checkpoint."""
+        """Remove the mean, to translate with the best checkpoint."""
         shutil.rmtree(self.averaged, ignore_errors=True)
 
     def begin(
         self, config: Config, make_tokenizers: Callable[[tuple[Path, Path]], Tokenizers]
     ) -> Tokenizers:
-        """Begin the run, or go on with it; returns its tokenizers.
+        """Begin or continue the run, and return its tokenizers.
 
-        `make_tokenizers` is called with the paths to write. While there is no checkpoint, nothing
-        is lost by beginning anew, with other settings too. Raises ValueError when the folder holds
-        something else, or a run that has learned with other settings.
+        `make_tokenizers` is called with the paths to write. Without a checkpoint, a run begins
+        anew, also with other settings. Raises ValueError if the folder holds something else, or a
+        run with checkpoints and other settings.
         """
-        if not self.exists:
-            self._check_empty()
+        self._check_ours()
         differing = differences(self.config(), config) if self.exists else []
         if differing and self._has_checkpoint():
             file = self.path / "config.json"
-            moved = f" If the same text lies elsewhere now, say where in {file}."
+            has_moved = self.config().data.corpus != config.data.corpus
+            moved = f" If the same text has moved, change data.corpus in {file}."
             raise ValueError(
                 f"{self.path} holds a run with other settings:\n  "
                 + "\n  ".join(differing)
-                + f"\nGo on with the settings of the run, `python train.py {file}`, or choose "
-                "another --workdir." + moved * (self.config().data.corpus != config.data.corpus)
+                + f"\nContinue with the settings of the run, `python train.py {file}`, or choose "
+                "another --workdir." + (moved if has_moved else "")
             )
-        if not self._has_checkpoint():  # the text may be another one, too
+        if not self._has_checkpoint():  # the text may have changed, too
             names = self._tokenizer_names(config)
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())
@@ -156,33 +164,33 @@ class RunFolder:
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ValueError unless `model` has this run's settings; dropout may differ."""
-        # Fused attention goes with some dropout only, so it comes from the same side.
+        # Fused attention excludes attention dropout, so both come from the same model.
         may_differ = {name: getattr(model, name) for name in (*DROPOUTS, "attention")}
         own = dataclasses.replace(self.config().model, **may_differ)
         if differing := differences(Config(model=own), Config(model=model)):
             raise ValueError(
-                f"a run begins from one of the same model; {self.path} has another:\n  "
+                f"training.init_from needs a run of the same model; {self.path} differs:\n  "
                 + "\n  ".join(differing)
-                + "\nTake the settings of that run, or begin without it."
+                + "\nUse the model settings of that run, or leave out training.init_from."
             )
 
     def open_checkpoints(self, config: Config) -> Checkpoints:
-        """The checkpoints, for writing."""
+        """Return the checkpoints for reading and writing."""
         training = config.training
         return Checkpoints(self.checkpoints, training.keep_checkpoints, training.save_every)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator["RunFolder"]:
-        """Hold the run for this process. The system lets go when the process ends, however.
+        """Lock the run for this process. The system unlocks it when the process ends or is killed.
 
-        Raises ValueError when another process holds it.
+        Raises ValueError if another process has locked it.
         """
+        self._check_ours()
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "lock", "a+") as file:
+        with os.fdopen(self._open_lock(), "r+", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                file.seek(0)
                 raise ValueError(
                     "one process trains a run at a time; process "
                     f"{file.read(20).strip()} holds {self.path}. End it first, or choose another "
@@ -194,11 +202,40 @@ class RunFolder:
                 remove_partial(self.path / name)  # and no output that others write here
             yield self
 
-    def _check_empty(self) -> None:
+    def _open_lock(self) -> int:
+        """Open the lock file, or create it; another file of that name is left as it is."""
+        lock = self.path / "lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(lock, flags, 0o666)
+        status = os.fstat(descriptor)
+        ours = stat.S_ISREG(status.st_mode) and status.st_size < 20
+        if not ours or os.pread(descriptor, 20, 0).strip(b"0123456789\n"):
+            os.close(descriptor)
+            raise ValueError(
+                f"{lock} must be a run's own lock file, which holds nothing but the number of a "
+                "process; it is another file. Choose another --workdir."
+            )
+        return descriptor
+
+    def _check_ours(self) -> None:
+        """Raise ValueError unless the folder is a run, or can become one."""
+        names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+        links = [name for name in names if name in OWN_NAMES and (self.path / name).is_symlink()]
+        if links:
+            raise ValueError(
+                f"training writes to the files of the run folder itself; {self.path / links[0]} is "
+                f"a link to {os.readlink(self.path / links[0])}. Replace it by what it links to, "
+                "or choose another --workdir."
+            )
+        if self.exists:
+            self.config()
+        else:
+            self._check_empty(names)
+
+    def _check_empty(self, names: Sequence[str]) -> None:
         """Only what a start that was cut off leaves may be there."""
         ours = {"lock", *TOKENIZER_FILES}
-        names = set(os.listdir(self.path)) if self.path.is_dir() else set()
-        others = sorted(name for name in names - ours if not name.startswith("."))
+        others = [name for name in names if name not in ours and not name.startswith(".")]
         if others:
             raise ValueError(
                 f"a run starts in an empty folder or goes on in its own; {self.path} holds "
@@ -217,7 +254,7 @@ class RunFolder:
 
 
 def fit_vocabulary(config: ModelConfig, tokenizers: Tokenizers) -> ModelConfig:
-    """The same model for the vocabularies that the tokenizers really have."""
+    """Return the model's settings with the actual vocabulary sizes of the tokenizers."""
     source, target = (tokenizer.vocab_size for tokenizer in tokenizers)
     separate = config.source_vocab_size is not None
     return dataclasses.replace(

@@ -61,9 +61,9 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
         others = ", ".join(str(other) for other in steps if other != step)
         raise ValueError(
             f"the checkpoint of step {step} in {folder} is damaged. "
-            + (f"Those of steps {others} are there, too." if others else "There is no other.")
+            + (f"There are others of steps {others}." if others else "There is no other.")
         )
-    raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
+    raise ValueError(f"no checkpoint in {folder} is intact. Restore one from a backup.")
 
 
 def average_checkpoints(folder: Path, count: int, every: int = 1) -> tuple[list[int], PyTree]:
@@ -86,7 +86,7 @@ def average_checkpoints(folder: Path, count: int, every: int = 1) -> tuple[list[
         if len(used) == count:
             break
     if not used:
-        raise ValueError(f"no checkpoint in {folder} is whole. Copy one back from elsewhere.")
+        raise ValueError(f"no checkpoint in {folder} is intact. Restore one from a backup.")
     return used, jax.tree.map(lambda sum_: (sum_ / len(used)).astype(np.float32), total)
 
 
@@ -114,9 +114,9 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
 
 
 def _on_first_device(metadata: PyTree) -> PyTree:
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first),
         metadata,
         is_leaf=lambda leaf: hasattr(leaf, "shape"),
     )
