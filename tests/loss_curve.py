@@ -1,6 +1,7 @@
-"""Train a tiny model on a given number of virtual devices and print what it went through.
+"""Train a tiny model on some devices and tell what it went through.
 
-Run as a script in a process of its own: python tests/loss_curve.py DEVICES ACCUMULATION STEPS
+As a script it has as many virtual CPU devices as it is asked for:
+python tests/loss_curve.py DEVICES ACCUMULATION STEPS
 """
 
 import json
@@ -12,14 +13,19 @@ if __name__ == "__main__":  # before jax is imported
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
+import functools
+
 import jax
 import numpy as np
 
-from flaxformer_min.config import ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.tokens import Batch, Tokens
-from flaxformer_min.training.step import init_state, make_train_step
+from flaxformer_min.training.step import TrainState, init_state, make_train_step
+
+MODEL = ModelConfig(vocab_size=20, num_layers=1, d_model=16, d_ff=32, num_heads=2, dropout=0.0)
 
 
 def uneven_batch(rng):
@@ -33,31 +39,40 @@ def uneven_batch(rng):
     return Batch(*sides)
 
 
-def main():
-    model = Transformer(
-        ModelConfig(vocab_size=20, num_layers=1, d_model=16, d_ff=32, num_heads=2, dropout=0.0)
-    )
+@functools.cache
+def initial_state() -> TrainState:
+    """In host memory, because a step donates its buffers; the key as its numbers."""
+    state = init_state(Transformer(MODEL), Config(model=MODEL))
+    return jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+
+
+def loss_curve(devices: int, accumulation: int, steps: int) -> dict:
+    """Train on the first `devices` of this process; return all losses and the last parameters."""
     # A calm rate: chaos would blow the rounding of sums up, and hide a real difference.
-    config = TrainingConfig(
-        warmup_steps=20, learning_rate_scale=0.1, gradient_accumulation=ACCUMULATION
+    training = TrainingConfig(
+        warmup_steps=20, learning_rate_scale=0.1, gradient_accumulation=accumulation
     )
-    state, step = init_state(model, config), make_train_step(model, config)
+    config = Config(model=MODEL, training=training)
+    state = replicate(initial_state(), jax.local_devices()[:devices])
+    state = state._replace(key=jax.random.wrap_key_data(state.key))
+    step = make_train_step(Transformer(MODEL), config)
     rng = np.random.default_rng(0)
-    batches = [uneven_batch(rng) for _ in range(4)]
+    batches = [shard_batch(uneven_batch(rng), devices, accumulation) for _ in range(4)]
     curve = []
-    for number in range(STEPS):
-        batch = shard_batch(batches[number % 4], DEVICES, ACCUMULATION)
-        state, metrics = step(state, batch)
+    for number in range(steps):
+        state, metrics = step(state, batches[number % 4])
         curve.append(float(metrics["loss"]))
     # A key's bias shifts all scores of a query alike: its true gradient is zero, so Adam enlarges
     # what is only rounding.
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
     totals = [
         float(np.abs(leaf).sum())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+        for path, leaf in leaves
         if "key/bias" not in jax.tree_util.keystr(path, simple=True, separator="/")
     ]
-    print(json.dumps({"devices": jax.device_count(), "loss": curve, "params": totals}))
+    used = leaves[0][1].sharding.device_set
+    return {"devices": len(used), "loss": curve, "params": totals}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(loss_curve(DEVICES, ACCUMULATION, STEPS)))

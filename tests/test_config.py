@@ -1,7 +1,9 @@
 """Settings: what is refused and in which words, and the way to JSON and back."""
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import json
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -38,6 +40,7 @@ def other(field):
     """A value that a setting may have and that is not its default."""
     named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
+    named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
         return named[field.name]
     if get_origin(field.type) is Literal:
@@ -58,10 +61,14 @@ EVERYTHING_OTHERWISE = Config(
 
 
 FUSED = Config(model=ModelConfig(attention="fused"))
+LEARNED = Config(model=ModelConfig(positional_encoding="learned", max_positions=64))
+SPECIAL = {("model", "attention"): FUSED, ("model", "max_positions"): LEARNED}
 
 
 @pytest.mark.parametrize(
-    "config", [Config(), EVERYTHING_OTHERWISE, FUSED], ids=["defaults", "others", "fused"]
+    "config",
+    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED],
+    ids=["defaults", "others", "fused", "learned"],
 )
 def test_a_config_goes_to_json_and_back(config):
     """A run folder says how it was made; nothing is lost, also where no setting is the default."""
@@ -83,6 +90,12 @@ def test_settings_that_a_file_does_not_name_get_their_default():
     """An older run folder is read by a newer library."""
     text = '{"format_version": 1, "model": {"d_ff": 64}}'
     assert Config.from_json(text) == Config(model=ModelConfig(d_ff=64))
+
+
+def test_a_setting_under_its_former_name_is_read():
+    """A run folder that was made before `begin_from` was called `init_from`."""
+    text = '{"format_version": 1, "training": {"begin_from": "runs/a", "seed": 3}}'
+    assert Config.from_json(text) == Config(training=TrainingConfig(init_from="runs/a", seed=3))
 
 
 REFUSED = [  # and the table of test_bad_input.py
@@ -110,8 +123,8 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         ModelConfig,
         dict(attention_dropout=1 / 512),
-        "model.attention_dropout must be 0 or more than 1/512, for one random byte decides about a "
-        "value, and less would drop nothing; got 0.001953125.",
+        "model.attention_dropout must be 0 or more than 1/512, because one random byte decides "
+        "whether a value is dropped, and a lower rate would drop nothing; got 0.001953125.",
     ),
     (
         DecodingConfig,
@@ -147,16 +160,43 @@ REFUSED = [  # and the table of test_bad_input.py
         "or choose attention='explicit'.",
     ),
     (
+        ModelConfig,
+        dict(positional_encoding="learned"),
+        "model.max_positions must be given for positional_encoding='learned', and only for it; got "
+        "0 with 'learned'.",
+    ),
+    (
+        ModelConfig,
+        dict(max_positions=64),
+        "model.max_positions must be given for positional_encoding='learned', and only for it; got "
+        "64 with 'interleaved'.",
+    ),
+    (
+        Config,
+        dict(
+            data=DataConfig(source_row_length=40, target_row_length=44),
+            model=ModelConfig(positional_encoding="learned", max_positions=40),
+        ),
+        "model.max_positions must equal the longer row length, because a sentence may fill a row "
+        "and later positions would never be learned; got 40 for rows of 44.",
+    ),
+    (
         DataConfig,
         dict(languages="en"),
-        "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
-        "got 'en'.",
+        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "en-de; got 'en'.",
+    ),
+    (
+        DataConfig,
+        dict(languages="en-en"),
+        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "en-de; got 'en-en'.",
     ),
     (
         DataConfig,
         dict(languages="en-"),
-        "data.languages must name source and target, joined by one hyphen, as in 'en-de'; "
-        "got 'en-'.",
+        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "en-de; got 'en-'.",
     ),
 ]
 
@@ -176,6 +216,7 @@ def test_a_wrong_setting_is_refused_with_the_rule_and_what_was_found(group, sett
     [
         (ModelConfig, dict(dropout=0)),
         (ModelConfig, dict(d_model=9, num_heads=3, positional_encoding="none")),
+        (ModelConfig, dict(d_model=9, num_heads=3, positional_encoding="learned", max_positions=8)),
         (ModelConfig, dict(source_vocab_size=4, embeddings="target_tied")),
         (ModelConfig, dict(source_vocab_size=4, embeddings="separate")),
         (TrainingConfig, dict(clip_norm=None)),
@@ -193,24 +234,24 @@ def test_what_the_rules_allow_is_taken(group, settings):
 BROKEN_FILES = [
     ("{", "run/config.json must be JSON; Expecting property name"),
     ("", "run/config.json must be JSON; Expecting value"),
-    ("[]", "run/config.json must hold a format_version; it is no flaxformer_min config."),
-    ("{}", "run/config.json must hold a format_version; it is no flaxformer_min config."),
+    ("[]", "run/config.json must have a format_version; it is not a flaxformer_min config."),
+    ("{}", "run/config.json must have a format_version; it is not a flaxformer_min config."),
     (
         '{"format_version": "1"}',
-        "run/config.json must hold a format_version; it is no flaxformer_min config.",
+        "run/config.json must have a format_version; it is not a flaxformer_min config.",
     ),
     (
         f'{{"format_version": {FORMAT_VERSION + 1}, "new": 0}}',
-        f"run/config.json has format {FORMAT_VERSION + 1}, and this flaxformer_min reads up to "
+        f"run/config.json has format {FORMAT_VERSION + 1}; this flaxformer_min reads formats up to "
         f"{FORMAT_VERSION}. Install a newer flaxformer_min.",
     ),
     (
         '{"format_version": 1, "modle": {}}',
-        "run/config.json has no setting 'modle'; it knows data, model, training, decoding.",
+        "run/config.json: there is no setting 'modle', only data, model, training, decoding.",
     ),
     (
         '{"format_version": 1, "decoding": {"beam": 4}}',
-        "run/config.json, decoding has no setting 'beam'; it knows beam_size, length_penalty, "
+        "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
         "max_extra_tokens, batch_size.",
     ),
     (
@@ -260,7 +301,7 @@ data.corpus data.languages data.rows_per_batch data.source_row_length data.targe
 data.tokenizer_sample data.subword_sampling
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
-model.positional_encoding model.embeddings
+model.positional_encoding model.max_positions model.embeddings model.architecture
 training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
 training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
 training.seed training.r_drop training.ema_decay training.best_by training.init_from
@@ -297,7 +338,7 @@ def test_only_what_does_not_touch_data_or_learning_may_change(settings, lines):
 
 def _otherwise(group, name):
     """What a setting is where it is not its default."""
-    config = FUSED if (group, name) == ("model", "attention") else EVERYTHING_OTHERWISE
+    config = SPECIAL.get((group, name), EVERYTHING_OTHERWISE)
     return getattr(getattr(config, group), name)
 
 
@@ -313,10 +354,15 @@ def _with_other(group, name):
 
 def test_every_setting_says_what_it_is_for():
     """`--help` shows these texts: a setting without one is a riddle."""
-    lines = Path(inspect.getfile(Config)).read_text().splitlines()
-    declared = [number for number, line in enumerate(lines) if " = setting(" in line]
-    assert len(declared) == sum(
-        len(dataclasses.fields(group.type)) for group in dataclasses.fields(Config)
-    )
-    for number in declared:
-        assert lines[number + 1].startswith('    """'), lines[number]
+    module = ast.parse(Path(inspect.getfile(Config)).read_text())
+    bodies = {each.name: each.body for each in module.body if isinstance(each, ast.ClassDef)}
+    for group in dataclasses.fields(Config):
+        body = bodies[group.type.__name__]
+        documented = {
+            statement.target.id
+            for statement, after in itertools.pairwise(body)
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value.value, str)
+        }
+        assert documented == {field.name for field in dataclasses.fields(group.type)}

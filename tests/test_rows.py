@@ -271,7 +271,7 @@ def test_padding_is_the_share_of_places_without_a_token(encoded):
 
 def test_the_end_of_a_sentence_is_no_piece_of_its_words(tmp_path):
     encoded = encode([("ab cd", "efg"), ("", "h")], tmp_path)
-    assert str(encoded.counts).endswith("pieces a word: 2.50 source, 3.00 target")
+    assert str(encoded.counts).endswith("pieces per word: 2.50 source, 3.00 target")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def main():
         print("starts", flush=True)
         next(rows)
         print("goes on", flush=True)
-        while not stop and rows is not None:
+        while not stop():
             next(rows)
             time.sleep(0.05)
     print("status", stop.status, flush=True)

@@ -5,15 +5,18 @@ import math
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loss_curve import loss_curve
 
-from flaxformer_min.config import ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import CompileClock
@@ -21,31 +24,38 @@ from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
 from flaxformer_min.training.metrics import MetricsLog, read_metrics
+from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.schedule import learning_rate
-from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
+from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
 
 ROOT = Path(__file__).parents[1]
 
 
 @cache
-def loss_curve(devices, accumulation=1, steps=50):
+def curve(devices, accumulation=1, steps=50):
+    """In this process where it has so many devices, else in one of its own."""
+    if devices <= jax.device_count():
+        return loss_curve(devices, accumulation, steps)
     script = [sys.executable, "tests/loss_curve.py", *map(str, (devices, accumulation, steps))]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=slow), pytest.param(8, marks=slow)])
 def test_many_devices_learn_what_one_learns(devices):
     """Uneven token counts included: sums are divided once, by the global number of tokens."""
-    one, many = loss_curve(1), loss_curve(devices)
+    one, many = curve(1), curve(devices)
     assert (one["devices"], many["devices"]) == (1, devices)
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
     assert one["loss"][-1] < one["loss"][0] - 0.5
 
 
-@pytest.mark.parametrize("devices, accumulation", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("devices, accumulation", [pytest.param(1, 4, marks=slow), (2, 2)])
 def test_accumulated_batches_make_the_step_of_one_large_batch(devices, accumulation):
-    one, accumulated = loss_curve(1), loss_curve(devices, accumulation)
+    one, accumulated = curve(1), curve(devices, accumulation)
     np.testing.assert_allclose(accumulated["loss"], one["loss"], rtol=1e-5)
     np.testing.assert_allclose(accumulated["params"], one["params"], rtol=1e-4)
 
@@ -101,12 +111,35 @@ def test_a_run_shorter_than_its_cooldown_begins_at_the_full_rate():
     assert rates[0][0] == pytest.approx(64**-0.5 * 100 / 101)
 
 
+class Learner(NamedTuple):
+    """A model with dropout, and what is compiled for it once.
+
+    logits: as a function of parameters, rows and a dropout key, or None.
+    """
+
+    model: Transformer
+    config: Config
+    step: Callable
+    first: TrainState
+    logits: Callable
+
+    def state(self):
+        """The initial state, to be donated."""
+        return jax.tree.map(jnp.copy, self.first)
+
+
 @pytest.fixture(scope="module")
 def learner():
-    config = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
-    model = Transformer(config)
-    training = TrainingConfig(warmup_steps=5)
-    return model, training, make_train_step(model, training)
+    sizes = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
+    config = Config(model=sizes, training=TrainingConfig(warmup_steps=5))
+    model = Transformer(sizes)
+
+    def logits(params, batch, key):
+        rngs = {} if key is None else {"dropout": key}
+        return model.apply({"params": params}, batch, rngs=rngs)
+
+    step, first = make_train_step(model, config), init_state(model, config)
+    return Learner(model, config, step, first, jax.jit(logits))
 
 
 def two_rows():
@@ -116,23 +149,21 @@ def two_rows():
 
 
 def test_a_step_is_the_same_for_the_same_state_and_differs_by_step(learner):
-    model, training, step = learner
     losses = []
     for start in (0, 0, 1):
-        state = init_state(model, training)._replace(step=jnp.int32(start))
-        losses.append(float(step(state, two_rows())[1]["loss"]))
+        state = learner.state()._replace(step=jnp.int32(start))
+        losses.append(float(learner.step(state, two_rows())[1]["loss"]))
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again():
-    model = Transformer(ModelConfig(vocab_size=11, num_layers=1, d_model=8, d_ff=8, num_heads=2))
-    training = TrainingConfig(warmup_steps=5)
-    step, batch = make_train_step(model, training), two_rows()
+def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again(learner):
+    step, batch = make_train_step(learner.model, learner.config), two_rows()
     compiled = CompileClock()
-    state = init_state(model, training, lambda shapes: step.lower(shapes, batch).compile())
+    state = init_state(
+        learner.model, learner.config, lambda shapes: step.lower(shapes, batch).compile()
+    )
     assert compiled.programs >= 2
-    alone = init_state(model, training)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, alone))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, learner.first))
     before = compiled.programs
     step(state, batch)
     assert compiled.programs == before
@@ -140,18 +171,13 @@ def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again():
 
 def test_devices_draw_different_dropout(learner):
     """The same row on both devices: with one mask for both, its share would simply double."""
-    model, training, step = learner
     tokens = two_rows().source
     same = jax.tree.map(lambda column: jnp.stack([column[1], column[1]]), tokens)
-    state = init_state(model, training)
+    state = learner.state()
     key = jax.random.fold_in(state.key, 0)
+    row = jax.tree.map(lambda column: column[0, 0], Batch(same, same))
     logits = [
-        model.apply(
-            {"params": state.params},
-            jax.tree.map(lambda column: column[0, 0], Batch(same, same)),
-            rngs={"dropout": jax.random.fold_in(key, device)},
-        )
-        for device in (0, 1)
+        learner.logits(state.params, row, jax.random.fold_in(key, device)) for device in (0, 1)
     ]
     sums = [
         sum_over_tokens(
@@ -159,13 +185,13 @@ def test_devices_draw_different_dropout(learner):
             each[None],
             same.ids[0, 0],
             same.segments[0, 0],
-            training.label_smoothing,
+            learner.config.training.label_smoothing,
         )
         for each in logits
     ]
     assert float(sums[0].loss) != pytest.approx(float(sums[1].loss), rel=1e-3)
     expected = float(sums[0].loss + sums[1].loss) / 8
-    loss = float(step(state, Batch(same, same))[1]["loss"])
+    loss = float(learner.step(state, Batch(same, same))[1]["loss"])
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
@@ -175,30 +201,28 @@ def moments(state):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
-    model, training, step = learner
-    broken = init_state(model, training)
+    broken = learner.state()
     table = broken.params["embedding"]["table"].at[5, 0].set(jnp.nan)
     broken = broken._replace(params={**broken.params, "embedding": {"table": table}})
-    before = jax.device_get([broken.params, moments(broken)])
-    after, metrics = step(broken, two_rows())
+    before = jax.device_get([broken.params, broken.opt_state])
+    after, metrics = learner.step(broken, two_rows())
     assert float(metrics["skipped"]) == 1
     assert int(after.step) == 1
-    now = jax.device_get([after.params, moments(after)])
+    now = jax.device_get([after.params, after.opt_state])
     jax.tree.map(np.testing.assert_array_equal, before, now)
 
 
 def test_after_a_skipped_step_the_rate_is_the_next_ones(learner):
     """And the one that is logged: Adam's first update changes a parameter by just the rate."""
-    model, training, step = learner
-    state = init_state(model, training)
+    state = learner.state()
     whole = jax.device_get(state.params)
     broken = jax.tree.map(lambda value: value * jnp.nan, state.params)
-    state, metrics = step(state._replace(params=broken), two_rows())
+    state, metrics = learner.step(state._replace(params=broken), two_rows())
     assert float(metrics["skipped"]) == 1
-    state, metrics = step(state._replace(params=whole), two_rows())
+    state, metrics = learner.step(state._replace(params=whole), two_rows())
     assert float(metrics["skipped"]) == 0
     changes = jax.tree.map(lambda new, old: np.abs(new - old).max(), state.params, whole)
-    rate = float(learning_rate(model.config.d_model, training)(1))
+    rate = float(learning_rate(learner.config.model.d_model, learner.config.training)(1))
     assert float(metrics["learning_rate"]) == pytest.approx(rate)
     assert max(jax.tree.leaves(changes)) == pytest.approx(rate, rel=1e-3)
 
@@ -208,9 +232,8 @@ def test_the_operation_that_made_the_first_infinity_is_named_with_its_place(lear
 
     They are infinities of both signs; what these add up to depends on the order, and the processor.
     """
-    model, training, step = learner
-    step = stopping_at_not_finite(step, model, training)
-    state, metrics = step(init_state(model, training), two_rows())
+    step = stopping_at_not_finite(learner.step, learner.model, learner.config.training)
+    state, metrics = step(learner.state(), two_rows())
     assert float(metrics["skipped"]) == 0
     table = state.params["embedding"]["table"] * 1e20
     params = {**state.params, "embedding": {"table": table}}
@@ -223,38 +246,56 @@ def test_the_operation_that_made_the_first_infinity_is_named_with_its_place(lear
 
 
 def test_a_parameter_that_is_not_finite_is_named(learner):
-    model, training, step = learner
-    state = init_state(model, training)
+    state = learner.state()
     table = state.params["embedding"]["table"].at[5, 0].set(jnp.nan)
     broken = state._replace(params={**state.params, "embedding": {"table": table}})
+    step = stopping_at_not_finite(learner.step, learner.model, learner.config.training)
     with pytest.raises(RuntimeError, match="the parameter embedding/table is not finite"):
-        stopping_at_not_finite(step, model, training)(broken, two_rows())
+        step(broken, two_rows())
 
 
 def test_masked_scores_are_not_taken_for_the_fault(learner):
     """A mask makes infinities of its own, and they are none of a step's that is finite."""
-    model, training, _ = learner
-    assert find_not_finite(model, training, init_state(model, training), two_rows()) is None
+    found = find_not_finite(learner.model, learner.config.training, learner.state(), two_rows())
+    assert found is None
 
 
+@slow
 def test_clipping_bounds_what_adam_sees():
     model = Transformer(ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2))
-    config = TrainingConfig(warmup_steps=5, clip_norm=1e-3)
+    config = Config(model=model.config, training=TrainingConfig(warmup_steps=5, clip_norm=1e-3))
     state = init_state(model, config)
     state, metrics = make_train_step(model, config)(state, two_rows())
     assert float(metrics["gradient_norm"]) > 1e-2
-    first_moment = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    first_moment = moments(state)
     half = first_moment[: len(first_moment) // 2]
     norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in half))
     assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
+def test_updates_are_those_of_adam_after_clipping():
+    """Kingma and Ba 2015, algorithm 1, with a rate of 1: two steps of one parameter by hand.
+
+    A gradient of (3, 4) has norm 5, and so is a fifth of itself where 1 is allowed.
+    """
+    config = TrainingConfig(adam_b1=0.8, adam_b2=0.9, adam_epsilon=1e-2, clip_norm=1.0)
+    optimizer = make_optimizer(config)
+    params = {"a": jnp.zeros(2)}
+    state = optimizer.init(params)
+    m, v = np.zeros(2), np.zeros(2)
+    for step, gradient in enumerate(([3.0, 4.0], [0.3, -0.4]), 1):
+        updates, state = optimizer.update({"a": jnp.array(gradient)}, state, params)
+        clipped = np.array(gradient) / (5 if step == 1 else 1)
+        m, v = 0.8 * m + 0.2 * clipped, 0.9 * v + 0.1 * clipped**2
+        expected = (m / (1 - 0.8**step)) / (np.sqrt(v / (1 - 0.9**step)) + 1e-2)
+        np.testing.assert_allclose(updates["a"], expected, rtol=1e-5)
+
+
 def test_validation_has_no_dropout_and_no_smoothing(learner):
-    model, training, _ = learner
-    params, batch = init_state(model, training).params, two_rows()
-    sums = make_eval_step(model)(params, batch)
+    params, batch = learner.state().params, two_rows()
+    sums = make_eval_step(learner.model)(params, batch)
     rows = jax.tree.map(lambda column: column.reshape(2, 4), batch)
-    log_probs = jax.nn.log_softmax(model.apply({"params": params}, rows))
+    log_probs = jax.nn.log_softmax(learner.logits(params, rows, None))
     expected = -sum(
         float(log_probs[i, j, rows.target.ids[i, j]]) for i in (0, 1) for j in range(3 + i)
     )
