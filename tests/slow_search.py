@@ -1,4 +1,4 @@
-"""Search in plain Python, to hold the fast one to: no arrays, no early stop, no cache.
+"""Search in plain Python, the reference for the fast one: no arrays, no early stop, no cache.
 
 `model(history)` lists the log-probability of every next token after the tokens of `history`, which
 are those after the prefix. A hypothesis is (tokens, log_prob, score).
@@ -28,26 +28,26 @@ def every_sentence(model, max_length, alpha):
 
 def forced(model, ids):
     """Teacher forcing: the log-probability of these tokens."""
-    return sum(model(ids[:place])[token] for place, token in enumerate(ids))
+    return sum(model(ids[:position])[token] for position, token in enumerate(ids))
 
 
 def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0, 0.0)):
-    """Beam search that goes on until `max_length` is reached, whatever was found."""
+    """Beam search that continues until `max_length` is reached, whatever was found."""
     prefix_length, prefix_log_prob = prefix
-    live, kept = [((), prefix_log_prob)], []
+    alive, finished = [((), prefix_log_prob)], []
     for length in range(prefix_length + 1, max_length + 1):
-        ends, goes_on = [], []
-        for tokens, log_prob in live:
+        ended, continued = [], []
+        for tokens, log_prob in alive:
             for token, more in enumerate(model(tokens)):
                 if token == EOS and (length - 1 >= min_length or length == max_length):
-                    ends.append(((*tokens, EOS), log_prob + more))
+                    ended.append(((*tokens, EOS), log_prob + more))
                 if token >= WORDS and length < max_length:
-                    goes_on.append(((*tokens, token), log_prob + more))
-        live = sorted(goes_on, key=lambda hypothesis: -hypothesis[1])[:beam_size]
-        worst = live[-1][1] if len(live) == beam_size else NEVER
-        ends = [(*end, score(end[1], length, alpha)) for end in ends if end[1] >= worst]
-        kept = sorted(kept + ends, key=lambda hypothesis: -hypothesis[2])[:n_best]
-    return kept
+                    continued.append(((*tokens, token), log_prob + more))
+        alive = sorted(continued, key=lambda hypothesis: -hypothesis[1])[:beam_size]
+        worst = alive[-1][1] if len(alive) == beam_size else NEVER
+        ended = [(*end, score(end[1], length, alpha)) for end in ended if end[1] >= worst]
+        finished = sorted(finished + ended, key=lambda hypothesis: -hypothesis[2])[:n_best]
+    return finished
 
 
 def greedy(model, *, max_length, min_length=0):

@@ -280,7 +280,7 @@ def search(
         return state.finished
     # Few sentences stay in the present capacity for a while if all of it would cost more.
     wait = leave and capacities and few * steps > batch * capacities[-1]
-    stages = [capacities[-1]] * bool(wait) + [steps]
+    stages = [capacities[-1], steps] if wait else [steps]
     return _finish_in_groups(loop, rows, state, few, stages, resize if capacities else None)
 
 
