@@ -1,17 +1,14 @@
-"""A web page to explore every attention of one translation."""
+"""A web page to explore the attention weights of a translation."""
 
 import base64
 import hashlib
 import importlib.resources
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    pass
 from flaxformer_min.plots.weights import check_weights
 
 
@@ -24,18 +21,18 @@ def attention_page(
     source_language: str = "",
     target_language: str = "",
 ) -> str:
-    """A web page to explore every attention of one translation: hover or focus a token.
+    """Return the HTML of a page to explore the attention weights of a translation.
 
-    maps: "encoder", "decoder" and "cross" (one is enough), each [layers heads queries keys]. In
-          "encoder" the source looks at the source, in "decoder" the target at what was read so
-          far, in "cross" the target at the source.
-    read_tokens: the keys of "decoder": the target as the decoder reads it, shifted right, so that
-          it begins with BOS. None: the target's own tokens.
-    source_language, target_language: as `ko`; they tell a browser how to write and speak tokens.
+    maps: any of "encoder", "decoder" and "cross", each [layers heads queries keys]. In "encoder",
+          the source attends to the source; in "decoder", the target to the target so far; in
+          "cross", the target to the source.
+    read_tokens: the keys of "decoder": the target shifted right, which begins with BOS. None: the
+          target's own tokens.
+    source_language, target_language: such as `ko`, for the browser's fonts and screen readers.
 
-    The page is one text without a link to anything, so it can be mailed and opened offline; it
-    works with mouse, finger, keyboard and screen reader. Weights are rounded to four digits.
-    Raises ValueError for an unknown map or where shapes and tokens disagree.
+    The page is a single file without external links, so it can be mailed and opened offline. It
+    works with mouse, touch, keyboard and screen reader. Weights are rounded to four digits. Raises
+    ValueError for an unknown map, or if shapes and tokens disagree.
     """
     known = {
         "cross": ("target", "source"),
@@ -67,7 +64,7 @@ def attention_page(
 def _ten_thousandths(
     name: str, weights: Any, queries: Sequence[str], keys: Sequence[str]
 ) -> list[list[list[list[int]]]]:
-    """Whole numbers, because `1234` is shorter than `0.1234`."""
+    """Return weights as integers, because `1234` is shorter than `0.1234`."""
     shape = "[layers heads queries keys]"
     weights = check_weights(f"maps[{name!r}]", weights, shape, len(queries), len(keys), (4,))
     return np.round(weights * 10_000).astype(int).tolist()
@@ -78,6 +75,6 @@ def _fill_page(content: dict[str, Any]) -> str:
     page = page.read_text(encoding="utf-8")
     script = page.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # A token may be "</script>" or "<!--", and JSON lets "<" be written so that HTML sees neither.
+    # A token may be "</script>" or "<!--", so "<" is escaped, as JSON allows.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     return page.replace("{{script digest}}", digest).replace("{{data}}", data)

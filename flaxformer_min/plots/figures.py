@@ -1,7 +1,6 @@
-"""Pictures of what a model does and learns: arrays in, figures (or one web page) out.
+"""Figures of attention weights, positional encodings and training curves.
 
-Figures need matplotlib (`pip install 'flaxformer_min[plots]'`), the web page needs nothing. All
-figures are objects of their own, without pyplot's global state, so they can be made anywhere.
+They need matplotlib (`pip install 'flaxformer_min[plots]'`), but not pyplot and its global state.
 """
 
 import importlib.resources
@@ -14,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flaxformer_min.plots.fonts import with_fonts
+from flaxformer_min.plots.weights import check_weights, readable
 from flaxformer_min.runtime.files import open_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from flaxformer_min.plots.fonts import with_fonts
-from flaxformer_min.plots.weights import _readable, check_weights
 
 _BLUE, _ORANGE, _GREEN, _VIOLET, _GREY = "#2563a8", "#d9641e", "#2e8b57", "#7a4fa3", "#8a8f98"
-
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -31,15 +29,15 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 def attention_figure(
     weights: Any, source_tokens: Sequence[str], target_tokens: Sequence[str], title: str = ""
 ) -> "Figure":
-    """Who looks at whom: one panel a head, a row a target token, a column a source token.
+    """Return a figure of attention weights, with one panel per head.
 
-    weights: [heads target source] or [target source], from 0 to 1; for the mean of all heads give
-             `weights.mean(0)`, for self-attention the same tokens twice. All panels share one
-             scale of colours, from 0 to the largest weight.
+    weights: [heads target source] or [target source], from 0 to 1; pass `weights.mean(0)` for the
+             mean of all heads, and the same tokens twice for self-attention. All panels share one
+             colour scale, from 0 to the largest weight.
 
     A space (`▁` in the pieces of SentencePiece) is drawn as `␣`. Characters that no installed font
-    has become `□`, with a warning that says what to install. Raises ValueError where shapes and
-    tokens disagree, ImportError without matplotlib.
+    has are drawn as `□`, with a warning that names packages of fonts. Raises ValueError if shapes
+    and tokens disagree, and ImportError without matplotlib.
     """
     _need_matplotlib()
     shape = "[heads target source]"
@@ -47,7 +45,7 @@ def attention_figure(
         "weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3)
     )
     weights = weights[None] if weights.ndim == 2 else weights
-    labels = [_readable(token) for token in (*source_tokens, *target_tokens)]
+    labels = [readable(token) for token in (*source_tokens, *target_tokens)]
     (*labels, title), families = with_fonts([*labels, title])
     sources, targets = labels[: len(source_tokens)], labels[len(source_tokens) :]
     figure, panels, fontsize = _panels(len(weights), sources, targets)
@@ -66,19 +64,20 @@ def attention_figure(
 
 
 def positions_figure(encoding_interleaved: Any, encoding_halves: Any) -> "Figure":
-    """The positional encoding in both of its layouts, side by side (section 3.5).
+    """Return a figure of the positional encoding in both layouts (section 3.5).
 
-    Both are [positions d_model]: sines and cosines in turn, and all sines before all cosines.
-    Raises ValueError where they are no such arrays of one shape, ImportError without matplotlib.
+    Both are [positions d_model]: alternating sines and cosines, and all sines before all cosines.
+    Raises ValueError unless they are such arrays of equal shape, and ImportError without
+    matplotlib.
     """
     both = {
-        "interleaved: sine and cosine in turn": np.asarray(encoding_interleaved, np.float32),
+        "interleaved: alternating sines and cosines": np.asarray(encoding_interleaved, np.float32),
         "halves: all sines, then all cosines": np.asarray(encoding_halves, np.float32),
     }
     shapes = [encoding.shape for encoding in both.values()]
     if len(shapes[0]) != 2 or shapes[0] != shapes[1] or 0 in shapes[0]:
         raise ValueError(
-            "Both encodings must be [positions d_model] and of one shape; got "
+            "Both encodings must be [positions d_model] and of equal shape; got "
             f"{shapes[0]} and {shapes[1]}."
         )
     figure = _new_figure(figsize=(15, 4.5), layout="constrained")
@@ -94,12 +93,12 @@ def positions_figure(encoding_interleaved: Any, encoding_halves: Any) -> "Figure
 
 
 def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
-    """How training went: loss, BLEU, learning rate and tokens per second over the steps.
+    """Return a figure of loss, BLEU, learning rate and tokens per second over the steps.
 
-    metrics: the records of a run's metrics.jsonl. Lines of training have "step", "loss",
-             "learning_rate" and "tokens_per_second", lines of validation "step",
-             "validation_loss" and "validation_bleu"; any may be missing. Where a run was continued
-             and a step stands there twice, the later record counts.
+    metrics: the records of a run's metrics.jsonl (see `read_metrics`). Those of training have
+             "step", "loss", "learning_rate" and "tokens_per_second", those of validation "step",
+             "validation_loss" and "validation_bleu"; any of them may be missing. The last record
+             of a step is used.
 
     Raises ImportError without matplotlib.
     """
@@ -121,17 +120,14 @@ def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Write a figure as its suffix says: .png, .svg or .pdf.
+    """Write a figure atomically, in the format of the suffix: .png, .svg or .pdf.
 
-    The file is there whole or not at all, also where the run is killed meanwhile. Raises
-    ValueError for another suffix or a folder that is not there.
+    Raises ValueError for another suffix or a missing folder.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(
-            f"A figure is saved as {', '.join(_SUFFIXES)}; got {str(path)!r}. Choose one of these."
-        )
-    # Without a date, equal figures are equal files.
+        raise ValueError(f"A figure must be saved as {', '.join(_SUFFIXES)}; got {str(path)!r}.")
+    # Without a date, so that equal figures are equal files.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
     with open_atomically(path) as file:
         figure.savefig(file, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
@@ -154,7 +150,7 @@ def _new_figure(**settings: Any) -> "Figure":
 def _panels(
     count: int, sources: list[str], targets: list[str]
 ) -> tuple["Figure", list["Axes"], float]:
-    """A figure of `count` panels of square cells, as near to a screen's 16:10 as it gets."""
+    """Return a figure of about 16:10, its `count` panels of square cells, and the font size."""
     longest = max(len(sources), len(targets))
     cell = max(0.15, min(0.36, 8 / longest), 2 / longest)
     fontsize = min(10, 56 * cell)
@@ -185,7 +181,7 @@ def _separate_cells(axes: "Axes", shape: tuple[int, int]) -> None:
 
 
 def _width(text: str) -> float:
-    """In ems, roughly: a Hangul or CJK character is one, a Latin one about 0.62."""
+    """Return an estimate of the width in ems: 1 for a Hangul or CJK character, 0.62 for others."""
     return sum(1.0 if unicodedata.east_asian_width(c) in "WF" else 0.62 for c in text)
 
 
@@ -223,5 +219,5 @@ def _finish_curves(axes: "Axes", title: str, from_zero: bool = True) -> None:
         axes.autoscale_view()
         axes.set_ylim(bottom=0)
     if not axes.lines[0].get_label().startswith("_"):
-        # matplotlib's search for the best place takes long in long runs.
+        # matplotlib's search for the best position is slow for long runs.
         axes.legend(frameon=False, loc="lower right" if from_zero else "upper right")

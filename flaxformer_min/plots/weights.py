@@ -1,37 +1,34 @@
-"""Attention weights and tokens, checked before they are drawn."""
+"""Validation of attention weights, and labels of tokens."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_weights(
     name: str, weights: Any, shape: str, queries: int, keys: int, dimensions: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the weights as an array; ValueError for another shape, or no attention weights."""
+    """Return the weights as an array. Raises ValueError for other shapes or values."""
     weights = np.asarray(weights, np.float32)
     if weights.ndim not in dimensions or weights.shape[-2:] != (queries, keys) or not weights.size:
         raise ValueError(
-            f"{name} must be {shape}, one row a token that looks and one column a token that is "
-            f"looked at; got shape {weights.shape} for {queries} and {keys} tokens. Cut padding "
-            "off, and give the end of sentence to both or to neither."
+            f"{name} must be {shape}, with one row per query token and one column per key token; "
+            f"got shape {weights.shape} for {queries} and {keys} tokens. Remove padding, and pass "
+            "weights and tokens both with EOS or both without."
         )
-    # A row sums to one but for bfloat16's rounding.
+    # A row may exceed one by the rounding of bfloat16.
     if not (weights.min() >= 0 and weights.max() <= 1.01):
         raise ValueError(
             f"{name} must be attention weights, from 0 to 1; got {weights.min()} to "
-            f"{weights.max()}. Take them after the softmax."
+            f"{weights.max()}. Pass the weights after the softmax."
         )
     return weights
 
 
-def _readable(token: str) -> str:
-    """One line without surprises.
+def readable(token: str) -> str:
+    """Return a short label of printable characters.
 
-    >>> _readable("▁the"), _readable("a\\n"), _readable("Donaudampfschifffahrtsgesellschaft")
+    >>> readable("▁the"), readable("a\\n"), readable("Donaudampfschifffahrtsgesellschaft")
     ('␣the', 'a\\\\n', 'Donaudampfschifffahrts…')
     """
     token = token.replace("▁", "␣").replace(" ", "␣")
