@@ -1,4 +1,4 @@
-"""How one sentence goes on: greedily, by beam, or at random. Pure functions of one sentence."""
+"""Choices of the next tokens of one sentence: greedy, beam search and sampling."""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,20 +10,19 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 FIRST_REGULAR_ID = max(PAD, UNK, BOS, EOS) + 1
-"""Ids from here on are words. Below it only EOS is ever chosen: PAD, UNK and BOS never come out."""
-
+"""The first id that is not special. Of the special ids, only EOS is ever chosen."""
 
 BLOCKS = (40, 64)
-"""Words that `top_k_tokens` compares by their maximum first. The first size that divides the
-vocabulary is the block: one that leaves a rest costs a CPU three times as much, for a copy."""
+"""Block sizes of `top_k_tokens`: the first one that divides the vocabulary is used. With a
+remainder, a CPU takes three times as long, because the logits are copied."""
 
 
 class Sampling(NamedTuple):
-    """How to draw: at a temperature, from the `top_k` likeliest tokens, from the nucleus `top_p`.
+    """The distribution that tokens are sampled from.
 
-    temperature: 1 is the model's own distribution; towards 0 it becomes greedy.
-    top_k:       draw from this many likeliest tokens, lower ids first where they tie; None: all.
-    top_p:       of these, from the fewest likeliest that together have this probability; 1: all.
+    temperature: 1 is the model's distribution; towards 0 it becomes greedy.
+    top_k:       sample from this many likeliest tokens, lower ids first if they tie; None: all.
+    top_p:       of these, sample from the fewest that together have this probability; 1: all.
     """
 
     temperature: float = 1.0
@@ -32,12 +31,12 @@ class Sampling(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How one sentence goes on.
+    """The next hypotheses of a sentence.
 
-    ended:    log-probability of each old hypothesis with EOS, -inf where it does not end.
-    parent:   the old hypothesis that each new one continues,
-    token:    with this token,
-    log_prob: and its log-probability then.
+    ended:    log-probability of each old hypothesis with EOS, -inf if it does not end.
+    parent:   the old hypothesis that each new one continues.
+    token:    its new token.
+    log_prob: its log-probability, including the token; -inf for an empty slot.
     """
 
     ended: Float[Array, " beam"]
@@ -47,7 +46,7 @@ class Choice(NamedTuple):
 
 
 def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Log-probability of a hypothesis and its next token. NaN, from a broken model, is -inf.
+    """Return the log-probability of a hypothesis and its next token; -inf instead of NaN.
 
     `base` is the log-probability of the hypothesis less the logsumexp of its logits.
     """
@@ -58,13 +57,13 @@ def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, 
 def top_k_tokens(
     base: Float[Array, " beam"], logits: Float[Array, "beam vocab"], count: int
 ) -> tuple[Float[Array, " best"], Int[Array, " best"], Int[Array, " best"]]:
-    """The `count` likeliest of all hypotheses with one more word: log_prob, parent, token.
+    """Return (log_prob, parent, token) of the `count` likeliest continuations by a regular token.
 
-    Where there are fewer words, the rest has log_prob -inf.
+    If there are fewer, the rest has log_prob -inf.
 
-    Just what `lax.top_k` of all sums would give, ties included (lower parent first, then lower
-    token), in a fifth of its time on a CPU: no word of a block can be among the best k when k other
-    blocks have better maxima, and maxima are quick. Only k blocks are then looked at word by word.
+    Equal to `lax.top_k` of all sums, ties included (lower parent first, then lower token), in a
+    fifth of its time on a CPU. No token of a block can be among the best k if k other blocks have
+    larger maxima, and maxima are fast. So only the tokens of k blocks are compared.
 
     >>> logits = jnp.log(jnp.array([[0, 0, 0, 0, 0.5, 0.25], [0, 0, 0, 0, 0.75, 0.125]]))
     >>> _, parent, token = top_k_tokens(jnp.log(jnp.array([0.5, 0.5])), logits, 2)
@@ -73,29 +72,29 @@ def top_k_tokens(
     """
     beam, vocab = logits.shape
     size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
-    whole = max(vocab // size, 1)
-    # The special tokens stay in the table and only the first block is cut, as is a ragged last one:
-    # to slice or to pad the whole table would copy it.
+    full = max(vocab // size, 1)
+    # Only the first block is sliced to exclude special tokens, and an incomplete last one is
+    # separate: slicing or padding all logits would copy them.
     maxima = [logits[:, FIRST_REGULAR_ID:size].max(-1, keepdims=True)]
-    if whole > 1:
-        maxima.append(logits[:, : whole * size].reshape(beam, whole, size).max(-1)[:, 1:])
-    if vocab > whole * size:
-        maxima.append(logits[:, whole * size :].max(-1, keepdims=True))
+    if full > 1:
+        maxima.append(logits[:, : full * size].reshape(beam, full, size).max(-1)[:, 1:])
+    if vocab > full * size:
+        maxima.append(logits[:, full * size :].max(-1, keepdims=True))
     maxima = jnp.concatenate(maxima, axis=-1)
-    # Rounding keeps order, so the sum of a maximum is the maximum of the sums.
+    # Rounding is monotonic, so the sum of the maximum is the maximum of the sums.
     maxima = joint(jnp.broadcast_to(base[:, None], maxima.shape), maxima)
-    # In the order of the table, so that a tie is still won by the lower parent, then token.
+    # In the order of the logits, so that the lower parent, then the lower token, wins a tie.
     block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), min(count, maxima.size))[1])
     parent = jnp.repeat(block // maxima.shape[1], size)
     start = block % maxima.shape[1] * size
     token = (start[:, None] + jnp.arange(size)[None, :]).reshape(-1)
     within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
     within = jnp.where(token >= FIRST_REGULAR_ID, within, -jnp.inf)
-    best, place = jax.lax.top_k(joint(base[parent], within), min(count, within.size))
-    token = jnp.where(best > -jnp.inf, token[place], PAD)
+    best, index = jax.lax.top_k(joint(base[parent], within), min(count, within.size))
+    token = jnp.where(best > -jnp.inf, token[index], PAD)
     missing = 0, count - best.size
     best = jnp.pad(best, missing, constant_values=-jnp.inf)
-    return best, jnp.pad(parent[place], missing), jnp.pad(token, missing, constant_values=PAD)
+    return best, jnp.pad(parent[index], missing), jnp.pad(token, missing, constant_values=PAD)
 
 
 def choose_beam(
@@ -107,15 +106,15 @@ def choose_beam(
     *,
     beam_size: int,
 ) -> Choice:
-    """The likeliest continuations by a word go on; an EOS that is as likely as these ends.
+    """Return the `beam_size` likeliest continuations; a hypothesis ends if its EOS is as likely.
 
-    An EOS less likely than all of them ends nothing: the beam drops such a continuation, whatever
-    its last token. Kept, the 1e-5 that a smoothed model gives EOS everywhere would in time make a
-    truncated sentence the best.
+    An EOS less likely than all of them is dropped, like any other continuation outside the beam.
+    Otherwise, because a smoothed model assigns EOS some 1e-5 everywhere, a truncated sentence would
+    eventually win.
     """
     ended = jnp.where(may_end, joint(base, logits[:, EOS]), -jnp.inf)
     best, parent, token = top_k_tokens(jnp.where(must_end, -jnp.inf, base), logits, beam_size)
-    # min() and not [-1]: XLA's quick top_k turns into a full sort where a slice of it is taken.
+    # Not best[-1]: XLA replaces its fast top_k by a full sort if the result is sliced.
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
 
@@ -126,21 +125,22 @@ def choose_greedy(
     must_end: Bool[Array, ""],
     key: None = None,
 ) -> Choice:
-    """The likeliest token. A beam of one that stops at its first EOS."""
+    """Return the likeliest token, or end: a beam of one that stops at its first EOS."""
     choice = choose_beam(base, logits, may_end, must_end, beam_size=1)
     return choice._replace(log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, choice.log_prob))
 
 
 def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:
-    """The fewest likeliest tokens that together have probability `top_p`, and what ties with them.
+    """Return which tokens are in the nucleus: the fewest with a total probability of `top_p`.
 
-    Holtzman et al. 2020, equation 2. Found by halving the range of thresholds, for to sort a
-    vocabulary costs a CPU several times more; 30 halvings leave one float32 exactly.
+    Holtzman et al. 2020, equation 2. Tokens that tie with the least likely one are included. A
+    bisection finds the threshold exactly in 30 steps; sorting would take several times as long on a
+    CPU.
 
     >>> nucleus(jnp.array([0.25, 0.5, 0.125, 0.125]), top_p=0.625)
     Array([ True,  True, False, False], dtype=bool)
     """
-    # The bits of floats from 0 to 1, read as integers, have the order of the floats.
+    # Floats from 0 to 1 have the same order as their bits, read as integers.
     bits = jax.lax.bitcast_convert_type(share, jnp.int32)
 
     def halve(_, bounds):
@@ -157,7 +157,7 @@ def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " token
 def sample_token(
     log_probs: Float[Array, " tokens"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, ""]:
-    """One token at random, as `sampling` says. Those of log-probability -inf are never drawn.
+    """Draw a token at random. Tokens of log-probability -inf are never drawn.
 
     >>> log_probs = jnp.log(jnp.array([0.3, 0.6, 0.1]))
     >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
@@ -169,8 +169,8 @@ def sample_token(
     share = jax.nn.softmax(tempered)
     if sampling.top_p < 1:
         share = jnp.where(nucleus(share, sampling.top_p), share, 0.0)
-    # One random number a token would cost four times as much as this one and the running sum. What
-    # has no share reaches 0 and the target is above it, whichever way the sum was rounded.
+    # Inverse transform sampling, because a random number per token (Gumbel) takes four times as
+    # long. The target is above 0, so a token without a share is never drawn, however sums round.
     reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)
     target = (1.0 - jax.random.uniform(key)) * reached.max()
     return token[jnp.argmax(reached >= target)]
@@ -185,14 +185,14 @@ def choose_random(
     *,
     sampling: Sampling,
 ) -> Choice:
-    """Every hypothesis goes its own way, drawn with a key of its own; a drawn EOS ends it."""
+    """Sample a token for each hypothesis independently; EOS ends the hypothesis."""
     beam, vocab = logits.shape
     token = jnp.arange(vocab)
     allowed = jnp.where(token == EOS, may_end, (token >= FIRST_REGULAR_ID) & ~must_end)
-    offered = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
+    masked = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
-    drawn = jax.vmap(partial(sample_token, sampling=sampling))(offered, keys)
-    lane = jnp.arange(beam)
-    total = joint(base, offered[lane, drawn])
+    drawn = jax.vmap(partial(sample_token, sampling=sampling))(masked, keys)
+    parent = jnp.arange(beam)
+    total = joint(base, masked[parent, drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)
-    return Choice(ended, lane, drawn, jnp.where(drawn == EOS, -jnp.inf, total))
+    return Choice(ended, parent, drawn, jnp.where(drawn == EOS, -jnp.inf, total))

@@ -78,6 +78,7 @@ class Translator:
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model of the ten
     digits translates to digits, and an empty line to an empty one:
 
+    >>> import jax
     >>> class Digits:
     ...     encode_batch = lambda self, texts: [[*(4 + int(c) for c in t), EOS] for t in texts]
     ...     decode = lambda self, ids: "".join(str(i - 4) for i in ids if i > EOS)

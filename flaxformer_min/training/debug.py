@@ -1,4 +1,4 @@
-"""Find the operation that produced the first value that is not finite."""
+"""Search for the operation that produced the first NaN or infinity."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from flaxformer_min.training.step import Metrics, TrainState, dropout_key, gradi
 
 PACKAGE = Path(__file__).parents[1]
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters in which an operation that only calls others holds them."""
+"""Parameters with the inner program of an operation."""
 
 LOOPS = ("scan", "while", "cond")
 
@@ -43,8 +43,8 @@ def stopping_at_not_finite(
         if metrics["skipped"]:
             taken = state._replace(step=state.step - 1)
             found = gather("not finite", find_not_finite(model, config, taken, batch, token_loss))
-            blame = next(filter(None, found), "each gradient alone is finite, their sum is not")
-            raise RuntimeError(f"training stopped at step {int(state.step)}: {blame}.")
+            cause = next(filter(None, found), "each gradient is finite, but their sum is not")
+            raise RuntimeError(f"training stopped at step {int(state.step)}: {cause}.")
         return state, metrics
 
     return step
@@ -93,7 +93,7 @@ def _parts(batch: Batch) -> Iterator[tuple[int, int, Batch]]:
 
 
 def _run(program: core.Jaxpr, constants: list, arguments: list, inside: str = "") -> list:
-    """Compute a program; raise NotFinite at the first operation that is not finite."""
+    """Evaluate a program. Raises NotFinite at the first operation with a result not finite."""
     known = dict(zip([*program.constvars, *program.invars], [*constants, *arguments], strict=True))
 
     def value(of: Any) -> Any:
@@ -123,7 +123,7 @@ def _finite(array: Any) -> bool:
 def _describe(operation: core.JaxprEqn, given: list, made: list, scope: str) -> str:
     bad = "NaN" if any(_is_real(array) and jnp.isnan(array).any() for array in made) else "infinity"
     largest = max((float(jnp.abs(each).max()) for each in given if _is_real(each)), default=0.0)
-    text = f"{operation.primitive.name} made the first {bad}, of numbers up to {largest:.3g}"
+    text = f"{operation.primitive.name} produced the first {bad}, from numbers up to {largest:.3g}"
     ours = [
         frame
         for frame in operation.source_info.traceback.frames

@@ -1,4 +1,4 @@
-"""Training metrics: summed over a window of steps, logged as JSON lines and TensorBoard events."""
+"""Training metrics, averaged over a window of steps; logs in JSON lines and TensorBoard events."""
 
 import contextlib
 import json
@@ -10,9 +10,10 @@ from flaxformer_min.runtime.files import write_atomically
 
 
 class Window:
-    """Sums of metrics since the last line. Part of a checkpoint, so that a cut leaves no trace.
+    """Sums of metrics since the last line.
 
-    All but the clock is the same for a run that was interrupted and one that was not.
+    The sums are part of a checkpoint, so that interrupted and uninterrupted runs log the same
+    values, except for rates.
     """
 
     def __init__(self, sums: Mapping[str, float] | None = None):
@@ -21,11 +22,11 @@ class Window:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time until now out of the rates (that of a validation, for example)."""
+        """Exclude the time until now, such as that of a validation, from the rates."""
         self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Count one step."""
+        """Add the metrics of a step."""
         counts = {"steps": 1} | {name: metrics[name] for name in ("positions", "real", "tokens")}
         if not metrics["skipped"]:
             counts |= {name: metrics[name] for name in ("loss", "accuracy", "gradient_norm")}
@@ -37,7 +38,7 @@ class Window:
         self._steps += 1
 
     def close(self) -> dict[str, float]:
-        """Return the line of metrics, and empty the window."""
+        """Return the metrics of the window, and start a new one."""
         sums, seconds = self.sums, max(time.perf_counter() - self._since, 1e-9)
         learned = max(sums["learned"], 1)
         line = {
@@ -56,27 +57,27 @@ class Window:
 
 
 class MetricsLog:
-    """Writes the metrics of a run. A resumed run drops the lines after its checkpoint."""
+    """Writes the metrics of a run. Opening it drops records after the checkpoint."""
 
     def __init__(self, jsonl: Path, tensorboard: Path, resumed_from: int, active: bool = True):
-        """Open both logs, or none if not `active`, as in all processes but the main one."""
+        """Open both logs. Without `active`, as in all processes but the main one, write nothing."""
         self._file = self._events = None
         if not active:
             return
         _drop_after(jsonl, resumed_from)
-        # Not SummaryWriter: its queue blocks for ever once its thread has met a full disk.
+        # Not SummaryWriter: its queue blocks forever once its thread fails at a full disk.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         tensorboard.mkdir(exist_ok=True)
         self._file = open(jsonl, "a", encoding="utf-8")
         self._events = EventsWriter(str(tensorboard / "events"), f".{resumed_from}")
-        start = SessionLog(status=SessionLog.START)  # hides what came later in older files
+        start = SessionLog(status=SessionLog.START)  # hides later events of older files
         event = Event(wall_time=time.time(), step=resumed_from + 1, session_log=start)
         self._events.write_event(event)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one record and flush it, so that a killed run has it.
+        """Write a record, and flush it, so that it survives if the process is killed.
 
         Raises OSError if the disk is full.
         """
@@ -95,7 +96,7 @@ class MetricsLog:
         except OSError as error:
             raise OSError(
                 f"metrics must be written during training; {self._file.name}: {error.strerror}. "
-                "Make room, and start again to continue from the newest checkpoint."
+                "Free some space, and start again to continue from the newest checkpoint."
             ) from error
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class MetricsLog:
 
 
 def read_metrics(jsonl: Path) -> list[dict]:
-    """Return the records of a run, oldest first, without lines that are not records."""
+    """Return the records of a run, oldest first. Invalid lines are skipped."""
     text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
     records = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""A timeline of a few training steps: what devices and host did, and when."""
+"""Profiles: timelines of a few training steps on devices and host."""
 
 import logging
 from collections.abc import Callable
@@ -10,23 +10,23 @@ import jax
 LOGGER = logging.getLogger("flaxformer_min")
 
 WARM_UP_STEPS = 10
-"""Steps before the recording: the first compiles, the next find full buffers of batches."""
+"""Steps before the recording: the first one compiles, the next ones have prefetched batches."""
 
 
 class Profile:
-    """Records `steps` steps of this start in `folder`; 0 records none.
+    """Records a profile of `steps` steps of this start in `folder`; 0 records none.
 
-    A context manager around training, so that a started recording is written however training ends.
-    A folder may hold several recordings.
+    A context manager around training, which writes the recording however training ends. A folder
+    may hold several recordings.
     """
 
     def __init__(self, folder: Path, steps: int):
-        """Prepare; nothing is recorded yet."""
+        """Take the folder and the number of steps."""
         self.folder, self.steps = folder, steps
         self._taken, self._first, self._recording = 0, 0, False
 
     def wrap(self, train_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return the same step, recorded when its time has come."""
+        """Return the same step, which starts and stops the recording."""
         if not self.steps:
             return train_step
 
@@ -45,25 +45,25 @@ class Profile:
         return step
 
     def __enter__(self) -> "Profile":
-        """Begin."""
+        """Return this profile."""
         return self
 
     def __exit__(self, *_) -> None:
-        """Write what has been recorded."""
+        """Write the recording, or log why there is none."""
         if self._recording:
             self._stop()
         elif self.steps and self._taken <= WARM_UP_STEPS:
             LOGGER.info(
-                "No profile: it begins after %d steps of a start, and there were %d.",
+                "No profile was recorded: it starts after %d steps, and only %d were taken.",
                 WARM_UP_STEPS,
                 self._taken,
             )
 
     def _start(self, state: Any) -> None:
-        jax.block_until_ready(state)  # steps that still run are not part of it
+        jax.block_until_ready(state)  # earlier steps are not part of it
         self._first = int(state.step) + 1
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would hide the rest and slow it down
+        options.python_tracer_level = 0  # Python calls would hide the rest and slow it down
         jax.profiler.start_trace(self.folder, profiler_options=options)
         self._recording = True
 

@@ -9,12 +9,13 @@ from flaxformer_min.config import TrainingConfig
 
 
 def learning_rate(d_model: int, config: TrainingConfig) -> Callable[[Int[Array, ""]], Float]:
-    """lrate = scale · d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5), equation 3.
+    """Return the learning rate as a function of the number of steps taken so far (equation 3).
 
-    The returned function takes the steps taken so far, from 0; the paper counts from 1. With
-    `cooldown_steps`, a factor falls linearly from one to zero after the last step (Zhai et al.
-    2022, "Scaling vision transformers"); the paper has none. A run with fewer steps cools down
-    from its first one.
+    lrate = scale · d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5)
+
+    The paper counts steps from 1. With `cooldown_steps`, a factor decreases linearly from one to
+    zero over the last steps (Zhai et al. 2022, "Scaling vision transformers"), or over all steps if
+    there are fewer.
 
     >>> rate = learning_rate(512, TrainingConfig(warmup_steps=4000))
     >>> [f"{float(rate(step - 1)):.2e}" for step in (1, 4000, 16000)]
