@@ -12,12 +12,12 @@ import sentencepiece
 from make_golden_run import GOLDEN
 from tiny_run import LINES, make_tiny_run
 
-import train
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.encoding import Counts
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.experiment.prepare import encode, make_tokenizers, open_split
 from flaxformer_min.runs.folder import RunFolder
 
 
@@ -47,14 +47,14 @@ CORPORA = [
     ("names of control tokens", "<s> </s>\n", "<pad> <unk>\n", (1, 0, 0)),
     ("the sign for spaces", "▁\n▁▁ ▁\n", "a\n▁b\n", (2, 0, 0)),
     ("only long pairs", LONG, LONG,
-     r"A tokenizer is trained on text; there was not one line that is not empty and not longer "
-     r"than 16 kB\. Look at the text, or cut its lines into sentences\."),
+     r"A tokenizer needs at least one line of text that is neither empty nor longer than 16 kB; "
+     r"got none\. Check the text, or split its lines into sentences\."),
     ("a side that is all empty", "a\nb\n", "\n  \n",
-     r"a split must hold at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
-     r"longer than a row left out; .*\. Look at the text, or raise data.source_row_length and "
+     r"a split must have at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
+     r"longer than a row dropped; .*\. Check the text, or raise data.source_row_length and "
      r"data.target_row_length\."),
     ("both sides all empty", "\n\n", "\n\n",
-     r"A tokenizer is trained on text; there was not one line that is not empty .*"),
+     r"A tokenizer needs at least one line of text that is neither empty nor longer .*"),
     ("empty files", "", "", r"A split must hold at least one pair; .*/train\.en is empty\."),
     ("unequal numbers of lines", "a\nb\n", "c\n",
      r"Both sides must have the same number of lines, line i translating line i; "
@@ -90,11 +90,11 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
     )
 
     def prepare():
-        pairs = train.open_split(config, "train")
+        pairs = open_split(config, "train")
         tokenizers = RunFolder(tmp_path / "run").begin(
-            config, lambda paths: train.make_tokenizers(config, pairs, paths)
+            config, lambda paths: make_tokenizers(config, pairs, paths)
         )
-        encoded = train.encode(config, "train", pairs, tokenizers)
+        encoded = encode(config, "train", pairs, tokenizers)
         rows = TrainingBatches(encoded, (64, 64), rows=4, seed=0)
         batch = next(rows)
         rows.close()
@@ -146,39 +146,39 @@ def spoil_checkpoints(folder):
 RUNS = [
     # what is done to a whole run folder, and the error
     ("not there", shutil.rmtree, r"a run is a folder; there is none at .*\."),
-    ("empty", remove("*"), r".* is no run: it has no config\.json\. train\.py makes one\."),
+    ("empty", remove("*"), r".* is not a run: it has no config\.json\. train\.py creates one\."),
     ("foreign", remove("config.json"),
-     r".* is no run: it has no config\.json\. train\.py makes one\."),
+     r".* is not a run: it has no config\.json\. train\.py creates one\."),
     ("of a newer format", replace("config.json", '{"format_version": 99}'),
-     r".*config\.json has format 99, and this flaxformer_min reads up to 1\. Install a newer "
+     r".*config\.json has format 99; this flaxformer_min reads formats up to 1\. Install a newer "
      r"flaxformer_min\."),
     ("settings cut short", replace("config.json", '{"format_version": 1, "mod'),
-     r".*config\.json must be JSON; .*\. Copy it back from elsewhere\."),
+     r".*config\.json must be JSON; .*\. Restore it from a backup\."),
     ("settings of another program", replace("config.json", '{"lr": 0.1}'),
-     r".*config\.json must hold a format_version; it is no flaxformer_min config\."),
+     r".*config\.json must have a format_version; it is not a flaxformer_min config\."),
     ("settings in no UTF-8", replace("config.json", b"\xff\xfe{}"),
-     r".*config\.json cannot be read: .* Make it readable, or copy it back from elsewhere\."),
+     r".*config\.json cannot be read: .* Make it readable, or restore it from a backup\."),
     ("settings that cannot be read", replace("config.json", None),
-     r".*config\.json cannot be read: .*Is a directory.*\. Make it readable, or copy .*"),
+     r".*config\.json cannot be read: .*Is a directory.*\. Make it readable, or restore .*"),
     ("settings nested too deep", replace("config.json", '{"a":' * 100_000),
-     r".*config\.json must be JSON; .*\. Copy it back from elsewhere\."),
+     r".*config\.json must be JSON; .*\. Restore it from a backup\."),
     ("a setting of no range", replace("config.json", '{"format_version": 1, "model": {"d_ff": 0}}'),
      r"model\.d_ff must be at least 1; got 0\."),
     ("no tokenizer", remove("tokenizer.model"),
-     r".* is incomplete: it has no tokenizer\.model\. Copy it back from elsewhere\."),
+     r".* is incomplete: it has no tokenizer\.model\. Restore it from a backup\."),
     ("a tokenizer cut short", replace("tokenizer.model", b"\x0a\x0e"),
-     r".*tokenizer\.model must be a SentencePiece model, .* Is it another file, or cut short\?"),
+     r".*tokenizer\.model must be a SentencePiece model, .* Is it another file, or truncated\?"),
     ("a tokenizer that cannot be read", replace("tokenizer.model", None),
      r"A tokenizer must be a readable file; .*tokenizer\.model: Is a directory\."),
     ("the tokenizer of another run", other_vocabulary,
-     r"settings, tokenizers and checkpoint must be those of one run; .* \(\d+, 16\).* Copy back "
-     r"the files that were made together\."),
+     r"settings, tokenizers and checkpoint must be those of one run; .* \(\d+, 16\).* Restore "
+     r"the files that belong together\."),
     ("no checkpoints", remove("checkpoints"),
      r".* holds no checkpoint yet\. Train it until it has saved\."),
     ("checkpoints are a file", replace("checkpoints", b"x"),
      r".* holds no checkpoint yet\. Train it until it has saved\."),
     ("no whole checkpoint", spoil_checkpoints,
-     r"no checkpoint in .*checkpoints is whole\. Copy one back from elsewhere\."),
+     r"no checkpoint in .*checkpoints is intact\. Restore one from a backup\."),
 ]  # fmt: skip
 
 
@@ -190,13 +190,12 @@ def whole_run(tmp_path_factory):
 @pytest.mark.usefixtures("failed_transfers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage, error", [row[1:] for row in RUNS], ids=[row[0] for row in RUNS])
-def test_a_run_folder_that_is_not_whole_is_refused(whole_run, tmp_path, damage, error):
+def test_a_run_folder_that_is_not_whole_is_refused(whole_run, tmp_path, caplog, damage, error):
     folder = shutil.copytree(whole_run, tmp_path / "run")
-    Translator.load(folder, warn=pytest.fail)  # until now it is
+    Translator.load(folder)  # until now it is
+    assert caplog.messages == []
     damage(folder)
-    assert_refused(
-        lambda: Translator.load(folder, warn=lambda text: None).translate(["the red house"]), error
-    )
+    assert_refused(lambda: Translator.load(folder).translate(["the red house"]), error)
 
 
 # Tokenizer files
@@ -205,7 +204,7 @@ GOLDEN_TOKENIZER = (GOLDEN / "tokenizer.model").read_bytes()
 OURS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 TOKENIZERS = [
     # the file's content, or options of SentencePiece to make it with, and the error
-    ("empty", b"", r".* must be a SentencePiece model, .* Is it another file, or cut short\?"),
+    ("empty", b"", r".* must be a SentencePiece model, .* Is it another file, or truncated\?"),
     ("text", b"hello\n", r".* must be a SentencePiece model, .*"),
     ("cut short", GOLDEN_TOKENIZER[:2_000], r".* must be a SentencePiece model, .*"),
     ("zeros", bytes(2_000), r".* must be a SentencePiece model, .*"),
@@ -258,8 +257,8 @@ SETTINGS = [
     (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
     (DecodingConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
     (Config, dict(model=ModelConfig(vocab_size=4), decoding=DecodingConfig(beam_size=5)),
-     "decoding.beam_size must not exceed model.vocab_size, for there are no more continuations; "
-     "got 5 and 4."),
+     "decoding.beam_size must not exceed model.vocab_size, the number of continuations; got 5 and "
+     "4."),
 ]  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def test_a_language_that_is_not_there_is_an_error_that_lists_the_files(tmp_path)
 @pytest.mark.parametrize("languages", ["en-en", "en", "en-", "-", "en-de-fr"])
 def test_languages_are_two_different_ones(tmp_path, languages):
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
-    with pytest.raises(ValueError, match=f"two different ones.*got '{languages}'"):
+    with pytest.raises(ValueError, match=f"two different languages.*got '{languages}'"):
         read_pairs(corpus, "train", languages)
 
 
@@ -470,7 +470,7 @@ def test_the_embedded_phrases_are_made_for_the_direction_that_is_wanted(small, t
     "corpus, languages, message",
     [
         ("cldr:en", "", "got 'en'"),
-        ("cldr:en-en", "", "two different ones"),
+        ("cldr:en-en", "", "two different languages"),
         ("cldr:en-klingon", "", "two locales of the Unicode CLDR"),
         ("cldr:en-ko", "en-de", "cldr:en-ko is in en, ko; got languages 'en-de'"),
     ],

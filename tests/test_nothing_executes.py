@@ -16,10 +16,8 @@ from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import init_state
 
-pytestmark = [
-    pytest.mark.usefixtures("failed_transfers"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+# Orbax leaves coroutines behind where reading fails; they end with this file.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 FILES = [str(path.relative_to(GOLDEN)) for path in sorted(GOLDEN.rglob("*")) if path.is_file()]
@@ -64,20 +62,20 @@ def whole():
     """What the untouched folder holds, and what training would restore it into."""
     run = RunFolder(GOLDEN)
     model = Transformer(run.model_config())
-    return run.params(None, pytest.fail)[1], init_state(model, run.config().training).to_dict()
+    return run.params().params, init_state(model, run.config()).to_dict()
 
 
 def open_to_translate(folder):
-    return Translator.load(folder, warn=lambda text: None).params[0]
+    return Translator.load(folder).runner.params[0]
 
 
-def open_to_train(folder, like):
+def open_to_train(like, folder):
     """What train.py does with a folder before its first step."""
     with RunFolder(folder).locked() as run:
         run.begin(run.config(), lambda paths: pytest.fail("the run has its tokenizer"))
         checkpoints = run.open_checkpoints(run.config())
         try:
-            step, state, _ = checkpoints.restore(like, lambda text: None)
+            step, state, _ = checkpoints.restore(like)
         finally:
             checkpoints.close()
         MetricsLog(run.metrics, run.tensorboard, step).close()
@@ -103,16 +101,24 @@ def plant(content, names, folder):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["pickle", "Python"])
-def test_nothing_planted_in_any_file_executes(tmp_path, planted, whole, marker, kind):
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind, opened",
+    [
+        ("pickle", "to translate"),
+        pytest.param("pickle", "to train", marks=slow),
+        pytest.param("Python", "to translate", marks=slow),
+    ],
+)
+def test_nothing_planted_in_any_file_executes(tmp_path, planted, whole, marker, kind, opened):
     """In one file after the other."""
     params, like = whole
+    open_ = {"to translate": open_to_translate, "to train": functools.partial(open_to_train, like)}
     for number, name in enumerate(FILES):
         folder = plant(planted[kind], [name], tmp_path / str(number))
-        assert_unharmed(folder, params, marker, functools.partial(open_to_translate, folder))
-        if kind == "pickle":
-            training = functools.partial(open_to_train, folder, like)
-            assert_unharmed(folder, params, marker, training)
+        assert_unharmed(folder, params, marker, functools.partial(open_[opened], folder))
 
 
 @pytest.mark.parametrize("kept", [(), ("config.json", "tokenizer.model")])
@@ -121,5 +127,5 @@ def test_nothing_planted_in_all_files_executes(tmp_path, planted, whole, marker,
     params, like = whole
     for kind, content in planted.items():
         folder = plant(content, set(FILES) - set(kept), tmp_path / kind)
-        for opened in (open_to_translate, functools.partial(open_to_train, like=like)):
+        for opened in (open_to_translate, functools.partial(open_to_train, like)):
             assert_unharmed(folder, params, marker, functools.partial(opened, folder))

@@ -363,7 +363,7 @@ def with_workers(encoded, tmp_path):
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moment", ["starts", "goes on"])
+@pytest.mark.parametrize("moment", [pytest.param("starts", marks=pytest.mark.slow), "goes on"])
 def test_ctrl_c_does_not_end_the_workers_under_the_run(with_workers, moment):
     """A terminal sends it to all of them; the run is to finish its step and save."""
     while with_workers.stdout.readline().strip() != moment:

@@ -147,7 +147,7 @@ def test_half_a_surrogate_pair_is_an_error(tokenizer):
         lambda text: tokenizer.encode_segmentations(text, 3),
         lambda text: tokenizer.encode_batch([text]),
     ):
-        with pytest.raises(ValueError, match="text 0 has half a surrogate pair at character 2"):
+        with pytest.raises(ValueError, match="text 0 has a lone surrogate at character 2"):
             call("ab\ud800")
 
 
@@ -170,7 +170,7 @@ def test_what_was_learned_once_is_taken_from_the_cache_and_no_line_is_asked_for(
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
         again = train_tokenizer(unread(), 5_000, tmp_path / "again", **kept)
     assert again == first and (tmp_path / "again").read_bytes() == first.model
-    assert "The corpus carries a vocabulary" in caplog.messages[0], "each run is told"
+    assert "The corpus supports a vocabulary" in caplog.messages[0], "each run is told"
     for vocab_size, changed in ((4_000, {}), (5_000, {"fingerprint": "others"})):
         with pytest.raises(AssertionError, match="a line was asked for"):
             train_tokenizer(unread(), vocab_size, tmp_path / "other", **{**kept, **changed})
@@ -187,7 +187,7 @@ def test_a_damaged_tokenizer_in_the_cache_is_made_again(tmp_path):
 
 
 def test_a_cache_without_the_name_of_the_lines_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="under the fingerprint of its lines; got a cache and no"):
+    with pytest.raises(ValueError, match="needs a fingerprint that identifies its lines; got none"):
         train_tokenizer(LINES, 400, tmp_path / "model", cache=tmp_path)
 
 
@@ -209,7 +209,8 @@ def test_a_small_corpus_gets_the_largest_vocabulary_it_carries_and_says_so(tmp_p
         tokenizer = train_tokenizer(["hello world"] * 5, 5_000, tmp_path / "small")
     assert 260 < tokenizer.vocab_size < 5_000
     assert caplog.messages == [
-        f"The corpus carries a vocabulary of {tokenizer.vocab_size} pieces; 5000 were asked for."
+        f"The corpus supports a vocabulary of only {tokenizer.vocab_size} pieces; 5000 were "
+        "requested."
     ]
 
 
@@ -220,14 +221,14 @@ def test_training_does_not_chatter(tmp_path, capfd):
 
 def test_a_vocabulary_without_room_for_the_characters_is_an_error(tmp_path):
     """256 bytes, 4 special pieces, and the letters of "ab", with a space: 263."""
-    with pytest.raises(ValueError, match="vocab_size must leave room .* 263 in all; got 200"):
+    with pytest.raises(ValueError, match="vocab_size must be enough .* 263 in total; got 200"):
         train_tokenizer(["ab"], 200, tmp_path / "model")
     assert os.listdir(tmp_path) == []
 
 
 def test_no_text_is_an_error(tmp_path):
     for lines in ([], ["", "\n"]):
-        with pytest.raises(ValueError, match="trained on text; there was not one line"):
+        with pytest.raises(ValueError, match="needs at least one line of text"):
             train_tokenizer(lines, 300, tmp_path / "model")
 
 

@@ -238,8 +238,8 @@ def test_the_operation_that_made_the_first_infinity_is_named_with_its_place(lear
     table = state.params["embedding"]["table"] * 1e20
     params = {**state.params, "embedding": {"table": table}}
     named = (
-        r"training stopped at step 2: dot_general made the first (infinity|NaN), of numbers up "
-        r"to \d\.\d+e\+20, at flaxformer_min/model/attention.py:\d+, in .*layer_0/self_attention"
+        r"training stopped at step 2: dot_general produced the first (infinity|NaN), from numbers "
+        r"up to \d\.\d+e\+20, at flaxformer_min/model/attention.py:\d+, in .*layer_0/self_attention"
     )
     with pytest.raises(RuntimeError, match=named):
         step(state._replace(params=params), two_rows())
@@ -340,6 +340,6 @@ def test_metrics_on_a_full_disk_are_an_error_that_says_what_to_do(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resumed_from=0)
     log._file.close()
     log._file = open("/dev/full", "a")
-    with pytest.raises(OSError, match="/dev/full: No space left on device. Make room, and start"):
+    with pytest.raises(OSError, match="/dev/full: No space left on device. Free some space, and"):
         log.write(1, {"loss": 1.0})
     log.close()

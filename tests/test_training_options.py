@@ -1,12 +1,15 @@
 """What a run may ask for beside the paper: R-Drop, averages, patience, subword sampling."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import itertools
+import logging
 import pickle
 import subprocess
 import sys
-import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +17,23 @@ import numpy as np
 import pytest
 from tiny_run import make_tiny_run
 
-import train
-from flaxformer_min.config import Config, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import TrainingBatches, shard_batch
 from flaxformer_min.data.encoding import Ragged, Segmentations, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.experiment import state as state_module
+from flaxformer_min.experiment import validation
+from flaxformer_min.experiment.averaging import validate_average
+from flaxformer_min.experiment.run import train
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.checkpoint import (
-    Checkpoints,
-    average_checkpoints,
-    rank_of_best,
-    restore_params,
-    steps_of,
-)
+from flaxformer_min.runs.checkpoint import Checkpoints, Metric, steps_of
 from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training import loss as loss_module
-from flaxformer_min.training.loop import train as run_loop
-from flaxformer_min.training.loss import sum_over_tokens
-from flaxformer_min.training.profile import Profile
+from flaxformer_min.training.loop import Progress, Trainer
+from flaxformer_min.training.loss import Sums, sum_over_tokens
 from flaxformer_min.training.step import TrainState, gradient_sums, init_state, make_train_step
 
 CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
@@ -60,6 +60,44 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+class Sample(NamedTuple):
+    """Hidden states of 12 tokens, and what their loss is made of."""
+
+    hidden_states: jax.Array
+    kernel: jax.Array
+    labels: jax.Array
+    real: jax.Array
+    r_drop: float
+
+
+def draw_sample(readings):
+    numbers = np.random.default_rng(0)
+    return Sample(
+        jnp.asarray(numbers.normal(size=(readings, 3, 4, 6)), jnp.float32),
+        jnp.asarray(numbers.normal(size=(6, 9)), jnp.float32),
+        jnp.asarray(numbers.integers(0, 9, (3, 4))),
+        jnp.asarray(numbers.integers(0, 3, (3, 4))),
+        3.0 if readings == 2 else 0.0,
+    )
+
+
+@functools.cache
+def plain_gradient(readings):
+    """jax's own gradient of the definition in one line."""
+    sample = draw_sample(readings)
+
+    def loss(hidden_states, kernel):
+        log_probs = jax.nn.log_softmax(hidden_states @ kernel)
+        right = jnp.take_along_axis(log_probs, sample.labels[None, :, :, None], -1)[..., 0]
+        loss = -(0.9 * right + 0.1 * log_probs.mean(-1)).mean(0)
+        if readings == 2:
+            p, q = jnp.exp(log_probs)
+            loss += sample.r_drop / 4 * ((p - q) * (log_probs[0] - log_probs[1])).sum(-1)
+        return jnp.where(sample.real, loss, 0.0).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1)))(*sample[:2])
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 5, 100])
 @pytest.mark.parametrize("readings", [1, 2])
 def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
@@ -67,56 +105,47 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
 ):
     """Against the definition, token by token, and jax's own gradient of it written in one line."""
     monkeypatch.setattr(loss_module, "CHUNK", chunk)
-    numbers, r_drop = np.random.default_rng(0), 3.0 if readings == 2 else 0.0
-    features = jnp.asarray(numbers.normal(size=(readings, 3, 4, 6)), jnp.float32)
-    kernel = jnp.asarray(numbers.normal(size=(6, 9)), jnp.float32)
-    labels = jnp.asarray(numbers.integers(0, 9, (3, 4)))
-    real = jnp.asarray(numbers.integers(0, 3, (3, 4)))
+    sample = draw_sample(readings)
 
-    def chunked(features, kernel):
-        sums = sum_over_tokens(lambda x: x @ kernel, features, labels, real, 0.1, r_drop)
+    def chunked(hidden_states, kernel):
+        sums = sum_over_tokens(
+            lambda x: x @ kernel, hidden_states, sample.labels, sample.real, 0.1, sample.r_drop
+        )
         return sums.loss, sums
 
-    def plain(features, kernel):
-        log_probs = jax.nn.log_softmax(features @ kernel)
-        right = jnp.take_along_axis(log_probs, labels[None, :, :, None], -1)[..., 0]
-        loss = -(0.9 * right + 0.1 * log_probs.mean(-1)).mean(0)
-        if readings == 2:
-            p, q = jnp.exp(log_probs)
-            loss += r_drop / 4 * ((p - q) * (log_probs[0] - log_probs[1])).sum(-1)
-        return jnp.where(real, loss, 0.0).sum()
-
-    gradients, sums = jax.grad(chunked, (0, 1), has_aux=True)(features, kernel)
+    gradients, sums = jax.jit(jax.grad(chunked, (0, 1), has_aux=True))(*sample[:2])
     expected = 0.0
     for row, place in itertools.product(range(3), range(4)):
-        if real[row, place]:
-            log_probs = log_softmax(features[:, row, place] @ kernel)
+        if sample.real[row, place]:
+            log_probs = log_softmax(sample.hidden_states[:, row, place] @ sample.kernel)
             for each in log_probs:
-                expected -= (0.9 * each[labels[row, place]] + 0.1 * each.mean()) / readings
+                smoothed = 0.9 * each[sample.labels[row, place]] + 0.1 * each.mean()
+                expected -= smoothed / readings
             if readings == 2:
                 p, q = np.exp(log_probs)
                 there = (p * (log_probs[0] - log_probs[1])).sum()
                 back = (q * (log_probs[1] - log_probs[0])).sum()
-                expected += r_drop / 4 * (there + back)
+                expected += sample.r_drop / 4 * (there + back)
     assert float(sums.loss) == pytest.approx(expected, rel=1e-5)
-    assert float(sums.tokens) == (np.asarray(real) > 0).sum()
-    for ours, theirs in zip(gradients, jax.grad(plain, (0, 1))(features, kernel), strict=True):
+    assert float(sums.tokens) == (np.asarray(sample.real) > 0).sum()
+    for ours, theirs in zip(gradients, plain_gradient(readings), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_r_drop_reads_a_batch_under_two_masks():
+def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
-    key = jax.random.key(1)
-    losses = {}
-    for dropout, r_drop in itertools.product((0.0, 0.4), (0.0, 1.0, 5.0)):
-        model = Transformer(ModelConfig(**{**vars(CONFIG), "dropout": dropout}))
-        config = TrainingConfig(r_drop=r_drop)
-        params = init_state(model, config).params
-        losses[dropout, r_drop] = float(
-            jax.jit(lambda p, m=model, c=config: gradient_sums(m, p, two_rows(), key, c)[1].loss)(
-                params
-            )
-        )
+    key, combinations = (
+        jax.random.key(1),
+        ((0.0, 0.0), (0.0, 1.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0)),
+    )
+
+    def loss(params, dropout, r_drop):
+        model = Transformer(dataclasses.replace(CONFIG, dropout=dropout))
+        return gradient_sums(model, params, two_rows(), key, TrainingConfig(r_drop=r_drop))[1].loss
+
+    _, first = averaging_learner
+    together = jax.jit(lambda params: [loss(params, *each) for each in combinations])
+    losses = dict(zip(combinations, map(float, together(first.params)), strict=True))
     assert losses[0.0, 1.0] == losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
     assert losses[0.4, 5.0] > losses[0.4, 1.0] + 0.1
 
@@ -124,10 +153,17 @@ def test_r_drop_reads_a_batch_under_two_masks():
 # ---- averages ---------------------------------------------------------------------------------
 
 
-def test_the_moving_average_takes_its_share_of_every_step():
+@pytest.fixture(scope="module")
+def averaging_learner():
+    """A step that averages, and a state to begin with, of which the step is given a copy."""
+    config = Config(model=CONFIG, training=TrainingConfig(ema_decay=0.15, warmup_steps=5))
+    return make_train_step(MODEL, config), init_state(MODEL, config)
+
+
+def test_the_moving_average_takes_its_share_of_every_step(averaging_learner):
     """avg = kept · avg + (1 - kept) · params, kept = min(decay, (1 + step) / (10 + step))."""
-    config = TrainingConfig(ema_decay=0.15, warmup_steps=5)
-    step, state = make_train_step(MODEL, config), init_state(MODEL, config)
+    step, first = averaging_learner
+    state = jax.tree.map(jnp.copy, first)
     expected = np.asarray(state.params["embedding"]["table"], np.float64)
     for kept in (0.1, 0.15, 0.15):  # 1/10, then 2/11 and 3/12 are above the decay
         state, _ = step(state, in_two_shares(two_rows()))
@@ -137,15 +173,20 @@ def test_the_moving_average_takes_its_share_of_every_step():
     assert not np.allclose(average, state.params["embedding"]["table"], rtol=1e-4)
 
 
-def test_a_step_that_is_skipped_leaves_the_average_alone():
-    config = TrainingConfig(ema_decay=0.5, warmup_steps=5)
-    state = init_state(MODEL, config)
+def test_a_step_that_is_skipped_leaves_the_average_alone(averaging_learner):
+    step, first = averaging_learner
+    state = jax.tree.map(jnp.copy, first)
     table = state.params["embedding"]["table"].at[5, 0].set(jnp.nan)
     state = state._replace(params={**state.params, "embedding": {"table": table}})
     before = np.asarray(state.average["embedding"]["table"])
-    state, metrics = make_train_step(MODEL, config)(state, in_two_shares(two_rows()))
+    state, metrics = step(state, in_two_shares(two_rows()))
     assert float(metrics["skipped"]) == 1
     np.testing.assert_array_equal(state.average["embedding"]["table"], before)
+
+
+def told(caplog):
+    """What the package logged; Orbax logs, too."""
+    return [each.getMessage() for each in caplog.records if each.name == "flaxformer_min"]
 
 
 def save_numbers(folder, numbers, name="params", keep=9):
@@ -156,22 +197,21 @@ def save_numbers(folder, numbers, name="params", keep=9):
     checkpoints.close()
 
 
-def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path):
+def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0, 4: 6.0})
-    steps, mean = average_checkpoints(tmp_path / "c", 3, pytest.fail)
-    assert steps == [4, 3, 2]
+    steps, mean = average_checkpoints(tmp_path / "c", 3)
+    assert (steps, told(caplog)) == ([4, 3, 2], [])
     np.testing.assert_array_equal(mean["a"], np.full((2, 3), 3.0))
     np.testing.assert_array_equal(mean["b"], [-3.0, -3.0])
 
 
-def test_the_mean_is_that_of_whole_checkpoints(tmp_path):
+def test_the_mean_is_that_of_intact_checkpoints(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0})
     for file in (tmp_path / "c" / "3").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    warned = []
-    steps, mean = average_checkpoints(tmp_path / "c", 2, warned.append)
-    assert steps == [2, 1] and "3" in warned[0]
+    steps, mean = average_checkpoints(tmp_path / "c", 2)
+    assert steps == [2, 1] and "checkpoint 3" in told(caplog)[0]
     np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
 
 
@@ -182,39 +222,40 @@ def test_a_checkpoint_that_a_signal_asked_for_changes_neither_the_mean_nor_what_
         checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {})
     checkpoints.close()
     assert steps_of(tmp_path / "c") == [31, 30, 20]
-    assert average_checkpoints(tmp_path / "c", 2, pytest.fail, every=10)[0] == [31, 30]
+    assert average_checkpoints(tmp_path / "c", 2, every=10)[0] == [31, 30]
     save_numbers(tmp_path / "d", {10: 1.0, 13: 2.0, 20: 3.0})
-    assert average_checkpoints(tmp_path / "d", 2, pytest.fail, every=10)[0] == [20, 10]
+    assert average_checkpoints(tmp_path / "d", 2, every=10)[0] == [20, 10]
 
 
-def test_a_moving_average_is_what_decoding_restores(tmp_path):
+def test_a_moving_average_is_what_decoding_restores(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 5.0}, name="average")
-    np.testing.assert_array_equal(
-        restore_params(tmp_path / "c", None, pytest.fail)[1]["b"], [-5.0] * 2
-    )
+    np.testing.assert_array_equal(restore_params(tmp_path / "c")[1]["b"], [-5.0] * 2)
+    assert told(caplog) == []
 
 
-def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path):
+def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path, caplog):
     run = RunFolder(make_tiny_run(tmp_path / "run"))
-    step, params, _ = run.params(None, pytest.fail)
+    step, params, _ = run.params()
     doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)
     run.keep_average(doubled, 77)
-    found, restored, is_mean = run.params(None, pytest.fail)
+    found, restored, is_mean = run.params()
     assert (found, is_mean) == (77, True)
-    translator = Translator.load(run.path)
-    assert (translator.steps, translator.means) == ([77], [True])
-    jax.tree.map(np.testing.assert_array_equal, restored, doubled)
-    jax.tree.map(np.testing.assert_array_equal, run.params(step, pytest.fail)[1], params)
+    (loaded,) = Translator.load(run.path).restored
+    assert (loaded.step, loaded.is_mean) == (77, True)
+    for each in (restored, loaded.params):
+        jax.tree.map(np.testing.assert_array_equal, each, doubled)
+    jax.tree.map(np.testing.assert_array_equal, run.params(step).params, params)
     run.drop_average()
-    assert run.params(None, pytest.fail)[::2] == (step, False)
+    assert run.params()[::2] == (step, False)
+    assert told(caplog) == []
 
 
 @pytest.mark.parametrize("losses, better", [([3.0, 2.0], True), ([2.0, 3.0], False)])
-def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses, better, capsys):
+def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses, better):
     run = RunFolder(tmp_path)
-    checkpoints = Checkpoints(run.checkpoints, 3)
+    checkpoints, best = Checkpoints(run.checkpoints, 3), Metric("validation_loss", losses[0])
     for step in (1, 2):
-        checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {}, rank=losses[0])
+        checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {}, best)
     checkpoints.close()
     asked = []
 
@@ -222,28 +263,71 @@ def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses
         asked.append((params["a"].tolist(), step))
         return {"validation_loss": losses[1]}
 
-    config = Config(
-        training=TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
-    )
-    train.validate_average(run, config, validate, 2)
+    config = TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
+    validate_average(run, config, validate, 2)
     assert asked == [([1.5, 1.5], 2)]
     assert run.averaged.exists() == better
 
 
-@pytest.mark.parametrize("step, average, kept", [(2, 2, False), (4, 2, True), (4, 1, False)])
-def test_a_mean_is_forgotten_when_a_run_goes_on_or_asks_for_none(
-    tmp_path, monkeypatch, step, average, kept
-):
+METRICS = dict.fromkeys(["loss", "accuracy", "tokens", "real", "positions"], jnp.float32(1))
+METRICS |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
+PAIRS = [(f"number {i} and {i * 7}", f"Nummer {i} und {i * 7}") for i in range(60)]
+
+
+class EmptyStep:
+    """A train step that only counts."""
+
+    def __init__(self, *_):
+        """Take what `make_train_step` takes."""
+
+    def __call__(self, state, batch):
+        return state._replace(step=state.step + 1), METRICS
+
+    def lower(self, state, batch):
+        return self
+
+    def compile(self):
+        return self
+
+
+@pytest.fixture
+def nothing_is_learned(monkeypatch):
+    """Nor compiled: steps count, and all parameters are equally good."""
+    monkeypatch.setattr(state_module, "make_train_step", EmptyStep)
+    ones = Sums(*(jnp.float32(1),) * 4)
+    monkeypatch.setattr(validation, "make_eval_step", lambda model: lambda params, batch: ones)
+
+
+def settings(folder, **training):
+    options = dict(validation_sentences=0, save_every=2, **training)
+    return Config(
+        data=DataConfig(cache_dir=str(folder), rows_per_batch=4),
+        model=dataclasses.replace(CONFIG, vocab_size=300),
+        training=TrainingConfig(**options),
+    )
+
+
+@pytest.mark.usefixtures("nothing_is_learned")
+def test_a_mean_is_dropped_when_a_run_goes_on_or_asks_for_none(tmp_path):
     """A run of 4 steps: at its end the mean is judged anew, before that it is an old one."""
-    run = RunFolder(tmp_path)
-    run.keep_average({"a": jnp.zeros(2)}, 2)
-    monkeypatch.setattr(train, "train", lambda state, *_, **__: state)
-    nothing = types.SimpleNamespace(restore=lambda *_: None)
-    options = TrainingConfig(steps=4, average_checkpoints=average)
-    state = init_state(MODEL, options)._replace(step=jnp.int32(step))
-    settings = (Config(training=options), state, None, None, nothing, None, bool)
-    train.fit(run, *settings, Profile(run.profile, 0, pytest.fail))
-    assert run.averaged.exists() == kept
+    text = {"train": PAIRS, "validation": PAIRS[:9]}
+    ended = settings(tmp_path, steps=4, average_checkpoints=2)
+    run = train(ended, tmp_path / "run", pairs=text).run
+    assert steps_of(run.checkpoints) == [4, 2] and not run.averaged.exists(), "it is not better"
+    mean = run.params().params
+
+    def continue_with(config, **options):
+        run.drop_average()
+        run.keep_average(mean, 4)
+        return train(config, run.path, pairs=text, **options)
+
+    assert continue_with(ended, stop=lambda: True).step == 4
+    assert run.averaged.exists(), "it was not judged yet"
+    assert continue_with(ended).step == 4
+    assert not run.averaged.exists()
+    for other in (dict(steps=6, average_checkpoints=2), dict(steps=4, average_checkpoints=1)):
+        assert continue_with(settings(tmp_path, **other), stop=lambda: True).step == 4
+        assert not run.averaged.exists()
 
 
 # ---- patience ---------------------------------------------------------------------------------
@@ -267,16 +351,12 @@ class Log:
         self.written.append((step, line))
 
 
-METRICS = dict.fromkeys(["loss", "accuracy", "tokens", "real", "places"], jnp.float32(1))
-METRICS |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
-
-
 def run_empty_steps(state, config, checkpoints, validate, **options):
     """The loop with steps that do nothing; gives what was logged."""
     log = Log()
-    run_loop(
+    Trainer(
         state,
-        lambda state, batch: (state._replace(step=state.step + 1), METRICS),
+        EmptyStep(),
         Endless(),
         lambda batch: batch,
         config,
@@ -284,40 +364,43 @@ def run_empty_steps(state, config, checkpoints, validate, **options):
         log,
         validate,
         **options,
-    )
+    ).run()
     return log.written
 
 
-@pytest.mark.parametrize("ranks, before", [([], 8), ([0.5, 0.6], 2)])
-def test_training_stops_when_validation_finds_nothing_better(tmp_path, ranks, before):
+def tiny_state(step=0):
+    return TrainState(jnp.int32(step), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+
+
+@pytest.mark.parametrize("costs, before", [([], 8), ([0.5, 0.6], 2)])
+def test_training_stops_when_validation_finds_nothing_better(tmp_path, caplog, costs, before):
     """Losses 3, 1, 2, 2, ...: the third and the fourth are no better than the second. What was
     measured before a cut counts: then 0.6 and 3 are no better than 0.5."""
+    caplog.set_level(logging.INFO, "flaxformer_min")
     losses = iter([3.0, 1.0, 2.0, 2.0, 0.1, 0.1])
-    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
-    said = []
     config = TrainingConfig(steps=100, validate_every=2, log_every=50, save_every=50, patience=2)
     checkpoints = Checkpoints(tmp_path, 3)
     run_empty_steps(
-        state,
+        tiny_state(),
         config,
         checkpoints,
         lambda params, step: {"validation_loss": next(losses)},
-        before={"ranks": ranks},
-        say=said.append,
+        progress=Progress(costs=list(costs)),
     )
-    step, _, meta = checkpoints.restore(state.to_dict(), pytest.fail)
+    assert "2 validations in a row" in told(caplog)[-1]
+    step, _, description = checkpoints.restore(tiny_state().to_dict())
     checkpoints.close()
     assert step == before
-    assert "2 validations in a row" in said[-1]
-    assert meta["ranks"] == [*ranks, 3.0, 1.0, 2.0, 2.0][: len(meta["ranks"])]
+    found = description["progress"]["costs"]
+    assert found == [*costs, 3.0, 1.0, 2.0, 2.0][: len(found)]
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
-    tmp_path, monkeypatch, asked
+    tmp_path, monkeypatch, caplog, asked
 ):
     """As `scancel` sends it, to all processes of a job; else their end is an error."""
-    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+    caplog.set_level(logging.INFO, "flaxformer_min")
     checkpoints, calls = Checkpoints(tmp_path, 3), []
 
     def next_or_dead(_):
@@ -330,43 +413,37 @@ def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
     monkeypatch.setattr(Endless, "__next__", next_or_dead)
     with ending:
         run_empty_steps(
-            state,
+            tiny_state(),
             TrainingConfig(steps=9),
             checkpoints,
             pytest.fail,
             stop=lambda: asked and len(calls) == 4,
-            say=pytest.fail,
         )
     checkpoints.close()
     assert steps_of(tmp_path) == [3] * asked
+    assert told(caplog) == []
 
 
-def test_a_run_that_patience_had_ended_says_so_when_it_is_to_go_on(tmp_path):
-    state = TrainState(jnp.int32(4), {"a": jnp.zeros(1)}, (), jax.random.key(0))
+def test_a_run_that_patience_had_ended_says_so_when_it_is_to_go_on(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "flaxformer_min")
     config = TrainingConfig(steps=100, patience=2)
     checkpoints = Checkpoints(tmp_path, 3)
-    said, validate = [], pytest.fail
-    before = {"ranks": [1.0, 2.0, 2.0]}
-    run_empty_steps(state, config, checkpoints, validate, before=before, say=said.append)
+    progress = Progress(costs=[1.0, 2.0, 2.0])
+    run_empty_steps(tiny_state(4), config, checkpoints, pytest.fail, progress=progress)
     checkpoints.close()
-    (text,) = said
+    (text,) = told(caplog)
     assert "2 validations in a row" in text and "larger --training.patience" in text
 
 
 def test_the_best_by_validation_is_saved_also_where_no_save_is_due(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
-    state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
     config = TrainingConfig(steps=6, validate_every=2, log_every=50, save_every=50)
     checkpoints = Checkpoints(tmp_path, 3, config.save_every)
     run_empty_steps(
-        state,
-        config,
-        checkpoints,
-        lambda params, step: {"validation_loss": next(losses)},
-        say=lambda text: None,
+        tiny_state(), config, checkpoints, lambda params, step: {"validation_loss": next(losses)}
     )
     checkpoints.close()
-    assert (steps_of(tmp_path), rank_of_best(tmp_path)) == ([6, 4], 1.0)
+    assert (steps_of(tmp_path), best_cost(tmp_path)) == ([6, 4], 1.0)
 
 
 def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp_path):
@@ -374,10 +451,9 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
     config = TrainingConfig(steps=4, validate_every=2, log_every=50, save_every=50)
 
     def go_on(folder, give_up_at=None):
-        state = TrainState(jnp.int32(0), {"a": jnp.zeros(1)}, (), jax.random.key(0))
-        checkpoints, before = Checkpoints(folder, 3), None
-        if found := checkpoints.restore(state.to_dict(), pytest.fail):
-            state, before = TrainState(**found[1]), found[2]
+        state, checkpoints, progress = tiny_state(), Checkpoints(folder, 3), Progress()
+        if found := checkpoints.restore(state.to_dict()):
+            state, progress = TrainState(**found[1]), Progress(**found[2]["progress"])
         asked = []
 
         def validate(params, step):
@@ -390,29 +466,29 @@ def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp
             checkpoints,
             validate,
             stop=lambda: give_up_at in asked,
-            before=before,
-            say=lambda text: None,
+            progress=progress,
         )
-        found = checkpoints.restore(state.to_dict(), pytest.fail)
+        step, _, description = checkpoints.restore(tiny_state().to_dict())
         checkpoints.close()
-        return [(step, line["validation_loss"]) for step, line in logged], found
+        return [(step, line["validation_loss"]) for step, line in logged], (step, description)
+
+    def pending(description):
+        return description["progress"]["validation_pending"]
 
     uncut, end = go_on(tmp_path / "uncut")
     first, cut = go_on(tmp_path / "cut", give_up_at=2)
-    assert (first, cut[0], cut[2]["owed"]) == ([], 2, True)
+    assert (first, cut[0], pending(cut[1])) == ([], 2, True)
     second, resumed = go_on(tmp_path / "cut")
     assert second == uncut == [(2, 8.0), (4, 6.0)]
-    assert resumed[2] == end[2] and not end[2]["owed"]
+    assert resumed == end and not pending(end[1])
     first, cut = go_on(tmp_path / "late", give_up_at=4)
-    assert (first, rank_of_best(tmp_path / "late")) == ([(2, 8.0)], 8.0), "4 was not validated"
+    assert (first, best_cost(tmp_path / "late")) == ([(2, 8.0)], 8.0), "4 was not validated"
     second, resumed = go_on(tmp_path / "late")
-    assert (second, rank_of_best(tmp_path / "late")) == ([(4, 6.0)], 6.0), "it is ranked now"
-    assert resumed[2] == end[2] and go_on(tmp_path / "late")[0] == [], "once"
+    assert (second, best_cost(tmp_path / "late")) == ([(4, 6.0)], 6.0), "it is counted now"
+    assert resumed == end and go_on(tmp_path / "late")[0] == [], "once"
 
 
 # ---- subword sampling -------------------------------------------------------------------------
-
-PAIRS = [(f"number {i} and {i * 7}", f"Nummer {i} und {i * 7}") for i in range(60)]
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +498,7 @@ def tokenizer(tmp_path_factory):
 
 
 def sampled_rows(tokenizer, cache, seed=0, alpha=0.1):
-    encoded = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs", ways=8)
+    encoded = encode_pairs(PAIRS, (tokenizer, tokenizer), (64, 64), cache, "pairs", segmentations=8)
     return TrainingBatches(encoded, (64, 64), 4, seed, subword_sampling=alpha)
 
 
