@@ -1,9 +1,10 @@
-"""The paper's formulas as loops over single numbers in float64: slow, and plain to compare.
+"""The paper's formulas as loops over single numbers in float64: slow, and easy to check.
 
-The library is written with matrices, `vmap` and masks made of columns; this file shares none of it.
-One head, one sentence or one row at a time; `mask[i][j]` says whether i may attend to j.
+The library uses matrices, `vmap` and masks made of columns; this file shares none of it.
+One head, one sentence or one row at a time; `mask[i][j]` is whether i may attend to j.
 """
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -46,9 +47,11 @@ def attention(query, key, value, mask):
 def linear(x, kernel, bias):
     """X W + b at every position."""
     output = np.zeros((len(x), len(kernel[0])))
-    for place in range(len(x)):
+    for position in range(len(x)):
         for o in range(len(kernel[0])):
-            output[place, o] = bias[o] + sum(x[place][i] * kernel[i][o] for i in range(len(kernel)))
+            output[position, o] = bias[o] + sum(
+                x[position][i] * kernel[i][o] for i in range(len(kernel))
+            )
     return output
 
 
@@ -71,43 +74,50 @@ def multi_head_attention(x, attended, mask, p, num_heads):
 def feed_forward(x, p):
     """Equation 2: max(0, x W_1 + b_1) W_2 + b_2."""
     inner = linear(x, p["inner"]["kernel"], p["inner"]["bias"])
-    for place in range(len(inner)):
-        for i in range(len(inner[place])):
-            inner[place, i] = max(0.0, inner[place, i])
+    for position in range(len(inner)):
+        for i in range(len(inner[position])):
+            inner[position, i] = max(0.0, inner[position, i])
     return linear(inner, p["outer"]["kernel"], p["outer"]["bias"])
 
 
 def layer_norm(x, p, epsilon=1e-6):
     """Ba et al. 2016: (x - mean) / √(variance + ε), times a gain, plus a bias."""
     output = np.zeros(np.shape(x))
-    for place, numbers in enumerate(x):
+    for position, numbers in enumerate(x):
         mean = sum(numbers) / len(numbers)
         variance = sum((number - mean) ** 2 for number in numbers) / len(numbers)
         for i, number in enumerate(numbers):
             normed = (number - mean) / math.sqrt(variance + epsilon)
-            output[place, i] = normed * p["scale"][i] + p["bias"][i]
+            output[position, i] = normed * p["scale"][i] + p["bias"][i]
     return output
 
 
 def sinusoidal_encoding(positions, d_model, layout="interleaved"):
     """Section 3.5: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(...)."""
     encoding = np.zeros((len(positions), d_model))
-    for place, position in enumerate(positions):
+    for row, position in enumerate(positions):
         for i in range(d_model // 2):
             angle = int(position) / 10000 ** (2 * i / d_model)
             sine, cosine = (2 * i, 2 * i + 1)
             if layout == "halves":
                 sine, cosine = i, d_model // 2 + i
-            encoding[place, sine], encoding[place, cosine] = math.sin(angle), math.cos(angle)
+            encoding[row, sine], encoding[row, cosine] = math.sin(angle), math.cos(angle)
     return encoding
 
 
-def embed(ids, positions, table, config):
-    """Sections 3.4 and 3.5: √d_model times the token's row of the table, plus its position."""
+def embed(ids, positions, params, config):
+    """Sections 3.4 and 3.5: √d_model times the token's row of the table, plus its position.
+
+    The position's vector is a row of a second table if the encoding is learned (table 3, row E).
+    """
     x = np.zeros((len(ids), config.d_model))
-    for place, token in enumerate(ids):
+    for row, (token, position) in enumerate(zip(ids, positions, strict=True)):
         for i in range(config.d_model):
-            x[place, i] = math.sqrt(config.d_model) * table[token][i]
+            x[row, i] = math.sqrt(config.d_model) * params["table"][token][i]
+            if config.positional_encoding == "learned":
+                x[row, i] += params["positional_encoding"]["table"][position][i]
+    if config.positional_encoding == "learned":
+        return x
     return x + sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
 
 
@@ -119,18 +129,21 @@ def add_and_norm(x, sub_layer, p, norm):
 
 
 def same_sentence(query_segments, key_segments):
-    """Who may attend to whom in packed rows: the own sentence, never padding (segment 0)."""
+    """Which queries may attend to which keys of a packed row: their own sentence, not padding."""
     return [[q == k and k != 0 for k in key_segments] for q in query_segments]
 
 
-def transformer(p, config, source, target):
-    """All of figure 1 for one row; returns what every layer hands on, and the logits."""
+def transformer(p, config, source, target, encoder_reach=None):
+    """All of figure 1 for one row; returns the output of every layer, and the logits.
+
+    `encoder_reach` limits the encoder's self-attention to so many tokens on either side.
+    """
     seen = {}
 
     def attend(name, attended, mask, params):
         def sub_layer(x):
-            looked_at = x if attended is None else attended
-            output, weights = multi_head_attention(x, looked_at, mask, params, config.num_heads)
+            keys = x if attended is None else attended
+            output, weights = multi_head_attention(x, keys, mask, params, config.num_heads)
             seen[f"{name}/weights"] = weights
             return output
 
@@ -139,40 +152,41 @@ def transformer(p, config, source, target):
     def stack(side, x, self_mask, encoded=None, cross_mask=None):
         for number in range(config.num_layers):
             name, q = f"{side}/layer_{number}", p[side][f"layer_{number}"]
-            look = attend(f"{name}/self_attention", None, self_mask, q["self_attention"])
-            x = add_and_norm(x, look, q["self_attention_norm"], config.norm)
+            sub_layer = attend(f"{name}/self_attention", None, self_mask, q["self_attention"])
+            x = add_and_norm(x, sub_layer, q["self_attention_norm"], config.norm)
             if encoded is not None:
-                look = attend(f"{name}/cross_attention", encoded, cross_mask, q["cross_attention"])
-                x = add_and_norm(x, look, q["cross_attention_norm"], config.norm)
-            think = q["feed_forward"]
-            x = add_and_norm(
-                x,
-                lambda y, think=think: feed_forward(y, think),
-                q["feed_forward_norm"],
-                config.norm,
-            )
+                sub_layer = attend(
+                    f"{name}/cross_attention", encoded, cross_mask, q["cross_attention"]
+                )
+                x = add_and_norm(x, sub_layer, q["cross_attention_norm"], config.norm)
+            sub_layer = functools.partial(feed_forward, p=q["feed_forward"])
+            x = add_and_norm(x, sub_layer, q["feed_forward_norm"], config.norm)
             seen[name] = x
         return layer_norm(x, p[side]["final_norm"]) if config.norm == "pre" else x
 
-    source_table = p.get("embedding", p.get("source_embedding"))["table"]
-    target_table = p.get("embedding", p.get("target_embedding"))["table"]
+    source_embedding = p.get("embedding", p.get("source_embedding"))
+    target_embedding = p.get("embedding", p.get("target_embedding"))
 
     read = [
-        BOS if target.positions[place] == 0 else target.ids[place - 1]
-        for place in range(len(target.ids))
+        BOS if position == 0 else target.ids[number - 1]
+        for number, position in enumerate(target.positions)
     ]
     encoder_mask = same_sentence(source.segments, source.segments)
+    if encoder_reach is not None:
+        for i in range(len(encoder_mask)):
+            for j in range(len(encoder_mask)):
+                encoder_mask[i][j] = encoder_mask[i][j] and abs(i - j) <= encoder_reach
     decoder_mask = same_sentence(target.segments, target.segments)
     for i, now in enumerate(target.positions):
         for j, then in enumerate(target.positions):
             decoder_mask[i][j] = decoder_mask[i][j] and then <= now
     cross_mask = same_sentence(target.segments, source.segments)
 
-    x = embed(source.ids, source.positions, source_table, config)
+    x = embed(source.ids, source.positions, source_embedding, config)
     encoded = stack("encoder", x, encoder_mask)
-    x = embed(read, target.positions, target_table, config)
+    x = embed(read, target.positions, target_embedding, config)
     decoded = stack("decoder", x, decoder_mask, encoded, cross_mask)
-    kernel, bias = target_table.T, np.zeros(config.vocab_size)
+    kernel, bias = target_embedding["table"].T, np.zeros(config.vocab_size)
     if "output_projection" in p:
         kernel, bias = p["output_projection"]["kernel"], p["output_projection"]["bias"]
     seen["encoder"], seen["logits"] = encoded, linear(decoded, kernel, bias)
@@ -180,7 +194,7 @@ def transformer(p, config, source, target):
 
 
 def random_params(model, *arguments, seed=0):
-    """Parameters with nothing at its tame start: biases are not 0, and gains are not 1."""
+    """Random parameters unlike the initial ones: biases are not 0, and gains are not 1."""
     numbers = np.random.default_rng(seed)
     shapes = jax.eval_shape(model.init, jax.random.key(0), *arguments)
 

@@ -1,6 +1,7 @@
-"""Positional encoding against the formula, number by number, and against a pocket calculator."""
+"""Positional encodings against the formula, a pocket calculator, and a table of vectors."""
 
 import inspect
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import reference
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.positions import batched_sinusoidal_encoding, sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.tokens import EOS, Batch, Tokens, one_sentence_per_row
 
 encoding = jax.jit(sinusoidal_encoding, static_argnums=(1, 2))
 batched = jax.jit(batched_sinusoidal_encoding, static_argnums=(1, 2))
@@ -59,17 +61,17 @@ def test_a_shift_is_a_rotation_that_is_the_same_everywhere():
 
 
 def test_a_model_that_saw_50_positions_reads_position_5000():
-    """Section 3.5, "may allow the model to extrapolate": nothing in it has a length.
+    """Section 3.5, "may allow the model to extrapolate": no parameter depends on a length.
 
-    An angle of 5,000 in float32 is known to 5,000 · 2⁻²³ or so, hence the tolerance.
+    An angle of 5,000 has an error of about 5,000 · 2⁻²³ in float32, hence the tolerance.
     """
     model = Transformer(ModelConfig(vocab_size=7, num_layers=1, d_model=8, d_ff=8, num_heads=2))
     short = one_sentence_per_row(jnp.ones((1, 50), jnp.int32))
     params = reference.random_params(model, Batch(short, short))
     far = one_sentence_per_row(jnp.array([[4, 5, 6]]))
     far = far._replace(positions=far.positions + 5_000)
-    table = np.asarray(params["params"]["embedding"]["table"], np.float64)
-    expected = reference.embed(far.ids[0], far.positions[0], table, model.config)
+    embedding = jax.tree.map(np.asarray, params["params"]["embedding"])
+    expected = reference.embed(far.ids[0], far.positions[0], embedding, model.config)
 
     @jax.jit
     def read(source):
@@ -95,3 +97,151 @@ def test_a_wrong_width_or_layout_is_refused(d_model, layout, error):
     with pytest.raises(ValueError) as raised:
         inspect.unwrap(sinusoidal_encoding)(jnp.arange(3), d_model, layout)
     assert str(raised.value) == error
+
+
+# ---- learned vectors, and functions of the caller's own ----------------------------------------
+
+LEARNED = ModelConfig(
+    vocab_size=30,
+    num_layers=1,
+    d_model=8,
+    d_ff=8,
+    num_heads=2,
+    positional_encoding="learned",
+    max_positions=12,
+)
+
+
+def embed(module, tokens):
+    return module.embed_source(tokens)
+
+
+def tokens_at(*positions):
+    """Token 5 at each of these positions of one row."""
+    positions = jnp.array([positions])
+    return Tokens(jnp.full_like(positions, 5), positions, jnp.ones_like(positions))
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """A model with learned vectors of 12 positions, and random parameters."""
+    model = Transformer(LEARNED)
+    batch = Batch(tokens_at(0, 1), tokens_at(0, 1))
+    return model, reference.random_params(model, batch)
+
+
+def test_a_learned_vector_is_added_to_the_scaled_embedding(learned):
+    """Table 3, row E: the table's row of each position, in any order and with gaps."""
+    model, params = learned
+    tokens = tokens_at(3, 3, 11, 0, 7)
+    table = np.asarray(params["params"]["embedding"]["table"], np.float64)
+    vectors = np.asarray(params["params"]["embedding"]["positional_encoding"]["table"], np.float64)
+    assert vectors.shape == (12, 8)
+    expected = table[[5] * 5] * np.sqrt(8) + vectors[[3, 3, 11, 0, 7]]
+    for apply in (model.apply, jax.jit(model.apply, static_argnames="method")):
+        assert_allclose(apply(params, tokens, method=embed)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned):
+    """The last learned position is 11."""
+    model, params = learned
+    model.apply(params, tokens_at(0, 11), method=embed)
+    with pytest.raises(ValueError) as raised:
+        model.apply(params, tokens_at(0, 12), method=embed)
+    assert str(raised.value) == (
+        "positional_encoding='learned' has vectors for positions 0 to 11; got position 12. "
+        "Shorten the sentence, or train with a larger model.max_positions."
+    )
+
+
+def test_a_position_that_was_never_learned_is_nan_inside_jit(learned):
+    """An index beyond the table would otherwise take its last row, without a word."""
+    model, params = learned
+    embedded = jax.jit(model.apply, static_argnames="method")(
+        params, tokens_at(11, 12, 0, 5_000, 1), method=embed
+    )
+    assert np.isnan(embedded[0]).all(axis=-1).tolist() == [False, True, False, True, False]
+    assert np.isfinite(embedded[0, [0, 2, 4]]).all()
+
+
+def test_the_error_needs_no_argument_of_jit_to_be_concrete(learned):
+    """A batch that a jitted function closes over is checked like one outside."""
+    model, params = learned
+    for last, finite in [(11, True), (12, False)]:
+        tokens = tokens_at(0, last)
+        read = jax.jit(lambda params, tokens=tokens: model.apply(params, tokens, method=embed))
+        if finite:
+            assert np.isfinite(read(params)).all()
+        else:
+            with pytest.raises(ValueError, match="got position 12"):
+                read(params)
+
+
+def test_a_function_of_positions_replaces_the_encoding_on_both_sides():
+    """Here: a tenth of the position, in every column."""
+
+    def ramp(positions, d_model):
+        return jnp.broadcast_to(positions[:, None] / 10.0, (positions.size, d_model))
+
+    model = Transformer(LEARNED, position_function=ramp)
+    tokens = tokens_at(0, 4, 40)
+    params = reference.random_params(model, Batch(tokens, tokens))
+    assert list(params["params"]["embedding"]) == ["table"]
+    expected = np.asarray(params["params"]["embedding"]["table"])[[5] * 3] * np.sqrt(8)
+    expected = expected + np.array([[0.0], [0.4], [4.0]])
+    for method in (embed, lambda module, tokens: module.embed_target(tokens)):
+        assert_allclose(model.apply(params, tokens, method=method)[0], expected, rtol=1e-5)
+
+
+class Letters:
+    """A tokenizer of one piece per letter."""
+
+    def encode_batch(self, texts):
+        return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
+
+    def decode(self, ids):
+        return "".join(chr(i + 61) for i in ids if i > EOS)
+
+    def pieces(self, ids):
+        return [chr(i + 61) for i in ids]
+
+
+@pytest.fixture(scope="module")
+def translator(learned):
+    """Knows 12 positions, and never ends a sentence of its own accord: the row of EOS is small."""
+    model, params = learned
+    params = jax.tree.map(np.array, params["params"])
+    params["embedding"]["table"][EOS] = 0
+    params["decoder"]["layer_0"]["feed_forward_norm"]["norm"]["bias"][:] = 9
+    params["embedding"]["table"][4:] = np.abs(params["embedding"]["table"][4:])
+    letters = Letters(), Letters()
+    return Translator([model], [params], letters, max_positions=model.config.max_positions)
+
+
+def test_a_translation_ends_by_the_last_learned_position(translator):
+    """Eleven letters and EOS, though the source and `max_extra_tokens` allow for 53 tokens."""
+    found = translator.hypotheses(["AB"], translator.options())[0][0]
+    assert len(found.text) == 11
+    assert np.isfinite(found.log_prob)
+
+
+def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(translator, caplog):
+    """To eleven letters and EOS; the rest has no effect."""
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        found = translator.hypotheses(["ABCDEFGHIJKLMNO", "ABCDEFGHIJK"], translator.options())
+    assert caplog.messages == ["line 1 has 16 tokens; only its first 11 are read."]
+    assert found[0] == found[1]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        cut, whole = translator.score([("AB", "ABCDEFGHIJKLMNO"), ("AB", "ABCDEFGHIJK")])
+    assert caplog.messages == ["target line 1 has 16 tokens; only its first 11 are read."]
+    assert cut == whole and np.isfinite(cut.log_probs).all()
+
+
+def test_a_prefix_of_more_positions_than_were_learned_is_refused(translator):
+    """It must leave a position for EOS."""
+    options = translator.options(beam_size=1)
+    found = translator.hypotheses(["AB"], options, ["C" * 11])[0][0]
+    assert found.text == "C" * 11 and np.isfinite(found.log_prob)
+    with pytest.raises(ValueError, match="prefix 1 has 12 tokens, the limit is 11. Shorten it"):
+        translator.hypotheses(["AB"], options, ["C" * 12])

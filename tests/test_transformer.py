@@ -1,6 +1,7 @@
-"""The whole figure: against the paper in loops, who sees whom, and decoding against training."""
+"""Figure 1 against the paper in loops, masks by their effect, and decoding against training."""
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from flaxformer_min.model.add_and_norm import AddAndNorm
 from flaxformer_min.model.attention import BLOCK
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer, first_tokens
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 
@@ -31,10 +34,17 @@ MODELS = {
     "separate": ModelConfig(
         **{**TINY, "num_layers": 1}, embeddings="separate", source_vocab_size=13, norm="pre"
     ),
+    "learned": ModelConfig(
+        **{**TINY, "num_layers": 1}, positional_encoding="learned", max_positions=7
+    ),
     "remat": ModelConfig(**{**TINY, "num_layers": 1}, remat=True),
     "fused": ModelConfig(**{**TINY, "num_layers": 1}, attention="fused"),
 }
 both_norms = pytest.mark.parametrize("name", ["post", "pre"])
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @cache
@@ -49,28 +59,40 @@ def tiny(name):
         method: jax.jit(
             partial(made.model.apply, made.params, method=method), static_argnums=static
         )
-        for method, static in [("remember", ()), ("start", (1, 2)), ("step", ())]
+        for method, static in [("prefill", (1, 2)), ("decode_step", ())]
     }
-    return SimpleNamespace(**{**vars(made), **methods})
+    return SimpleNamespace(**{**vars(made), **methods, "cross": cross_attention_cache(made)})
 
 
-def change(tokens, places, column="ids", to=9):
-    """Tokens with one column rewritten at `places`."""
-    rewritten = getattr(tokens, column).at[places].set(to)
-    return tokens._replace(**{column: rewritten})
+def cross_attention_cache(made):
+    """What decoding attends to in `SOURCE`."""
+
+    @jax.jit
+    def compute():
+        apply = partial(made.model.apply, made.params)
+        encoded = apply(SOURCE, method="encode")
+        return apply(encoded, SOURCE, method="precompute_cross_attention")
+
+    return compute()
+
+
+def change(tokens, index, to=9):
+    """Tokens with other ids at `index`."""
+    ids = np.array(tokens.ids)
+    ids[index] = to
+    return tokens._replace(ids=jnp.asarray(ids))
 
 
 # ---- the formulas ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_a_linear_layer_is_that_of_flax_parameters_and_gradients_too(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), dtype)
     ours, theirs = Linear(5, dtype), nn.Dense(5, dtype=dtype)
-    params = ours.init(jax.random.key(0), x)
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
-        jnp.shape, theirs.init(jax.random.key(0), x)
-    )
+    params = reference.random_params(ours, x)
+    shapes = jax.eval_shape(theirs.init, jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
     def total(layer, params, x):
         y = layer.apply(params, x)
@@ -78,14 +100,18 @@ def test_a_linear_layer_is_that_of_flax_parameters_and_gradients_too(dtype):
         return (y.astype(jnp.float32) ** 2).sum()
 
     found, expected = (
-        jax.value_and_grad(partial(total, m), (0, 1))(params, x) for m in (ours, theirs)
+        jax.jit(jax.value_and_grad(partial(total, layer), (0, 1)))(params, x)
+        for layer in (ours, theirs)
     )
     jax.tree.map(
         partial(assert_allclose, rtol=1e-5 if dtype == "float32" else 0.1), found, expected
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["post", "pre", "separate", "learned", slow("target_tied"), slow("remat"), slow("fused")],
+)
 def test_every_layer_is_the_papers(name):
     """Section 3, figure 1: loops over the formulas give what each layer gives, and each weight."""
     model = tiny(name)
@@ -146,50 +172,90 @@ def test_layer_norm_has_an_epsilon_of_a_millionth(name):
         assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- who sees whom --------------------------------------------------------------------------
+# ---- extension points ------------------------------------------------------------------------
+
+
+class LocalAttention(MultiHeadAttention):
+    """Attention to the nearest tokens alone."""
+
+    reach = 1
+
+    def __call__(self, x, attended, mask):
+        distance = jnp.arange(mask.shape[1])[:, None] - jnp.arange(mask.shape[2])[None, :]
+        return super().__call__(x, attended, mask & (jnp.abs(distance) <= self.reach)[None])
+
+
+def test_another_attention_serves_the_encoder_alone():
+    """Local in the encoder, as given; full in the decoder, with the same parameters."""
+    plain = tiny("post")
+    model = plain.model.clone(encoder_attention=LocalAttention)
+    names = jax.eval_shape(model.init, jax.random.key(0), plain.batch)
+    assert jax.tree.map(jnp.shape, names) == jax.tree.map(jnp.shape, plain.params)
+    scores = jax.jit(model.apply)(plain.params, plain.batch)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), plain.params["params"])
+    for row in (0, 1):
+        source, target = jax.tree.map(lambda x, row=row: np.asarray(x[row]), plain.batch)
+        expected = reference.transformer(params, plain.config, source, target, encoder_reach=1)
+        assert_allclose(scores[row], expected["logits"], rtol=1e-5, atol=1e-5)
+    assert (scores != plain.forward(plain.batch)).any()
+
+
+def test_a_position_function_is_used_instead_of_the_configs_encoding():
+    """The layout "halves" as a function gives the scores of the model that is configured so."""
+    made = tiny("pre")
+    config = replace(made.config, positional_encoding="learned", max_positions=7)
+    halves = partial(sinusoidal_encoding, layout="halves")
+    model = Transformer(config, position_function=halves)
+    names = jax.eval_shape(model.init, jax.random.key(0), made.batch)
+    assert jax.tree.map(jnp.shape, names) == jax.tree.map(jnp.shape, made.params)
+    scores = jax.jit(model.apply)(made.params, made.batch)
+    assert_allclose(scores, made.forward(made.batch), rtol=1e-5, atol=1e-6)
+
+
+# ---- masks -----------------------------------------------------------------------------------
 
 
 @both_norms
-@pytest.mark.parametrize("place", range(6))
-def test_a_word_never_sees_its_future(name, place):
-    """Section 3.2.3: rewriting target token `place` leaves every score up to it as it was."""
+@pytest.mark.parametrize("position", range(6))
+def test_a_token_never_sees_its_future(name, position):
+    """Section 3.2.3: another target token at `position` changes no score up to it."""
     model = tiny(name)
     ids = jnp.array([[5, 6, 7, 8, 4, 3], [4, 5, 4, 5, 4, 3]])
     batch = model.batch._replace(target=one_sentence_per_row(ids))
     batch = batch._replace(source=one_sentence_per_row(model.batch.source.ids))
-    rewritten = batch._replace(target=change(batch.target, (slice(None), place)))
+    rewritten = batch._replace(target=change(batch.target, (slice(None), position)))
     difference = np.abs(model.forward(batch) - model.forward(rewritten)).max(axis=-1)
-    assert (difference[:, : place + 1] == 0).all()
-    assert (difference[:, place + 1 :] > 0).all()
+    assert (difference[:, : position + 1] == 0).all()
+    assert (difference[:, position + 1 :] > 0).all()
 
 
 @both_norms
-def test_a_word_sees_all_of_its_source(name):
-    """Section 3.2.3: the encoder's self-attention looks both ways."""
+def test_a_token_sees_all_of_its_source(name):
+    """Section 3.2.3: the encoder's self-attention has no look-ahead mask."""
     model = tiny(name)
     scores = model.forward(model.batch)
-    for place in range(5):
-        source = change(model.batch.source, (1, place), to=2)
+    for position in range(5):
+        source = change(model.batch.source, (1, position), to=2)
         difference = np.abs(model.forward(model.batch._replace(source=source)) - scores)
         assert (difference[1, :2].max(axis=-1) > 0).all()
         assert (difference[0] == 0).all()
 
 
 @both_norms
-def test_what_stands_in_padding_changes_nothing(name):
+def test_the_content_of_padding_changes_nothing(name):
     """Section 3.2.3: not a bit of any real score, whatever ids and positions padding has."""
     model = tiny(name)
     source, target = model.batch
     scores, real = model.forward(model.batch), np.asarray(target.segments) > 0
-    noise = jnp.array([[7] * 7, [1] * 7])
+    noise = np.array([[7] * 7, [1] * 7], np.int32)
     filled = Batch(
         source._replace(
-            ids=jnp.where(source.segments == 0, noise, source.ids),
-            positions=jnp.where(source.segments == 0, 40, source.positions),
+            ids=np.where(source.segments == 0, noise, source.ids),
+            positions=np.where(source.segments == 0, np.int32(40), source.positions),
         ),
         target._replace(
-            ids=jnp.where(target.segments == 0, noise[:, :6], target.ids),
-            positions=jnp.where(target.segments == 0, 3, target.positions),
+            ids=np.where(target.segments == 0, noise[:, :6], target.ids),
+            positions=np.where(target.segments == 0, np.int32(3), target.positions),
         ),
     )
     assert_array_equal(model.forward(filled)[real], scores[real])
@@ -201,7 +267,9 @@ def test_batch_mates_change_nothing(name):
     model = tiny(name)
     scores = model.forward(model.batch)
     for row, other in [(0, 1), (1, 0)]:
-        mixed = jax.tree.map(lambda x, other=other: x.at[other].set(x[other][::-1]), model.batch)
+        mixed = jax.tree.map(np.array, model.batch)
+        for column in jax.tree.leaves(mixed):
+            column[other] = column[other][::-1].copy()
         mixed = mixed._replace(source=change(mixed.source, (other, 0), to=10))
         assert_array_equal(model.forward(mixed)[row], scores[row])
         assert (model.forward(mixed)[other] != scores[other]).any()
@@ -209,7 +277,7 @@ def test_batch_mates_change_nothing(name):
 
 @both_norms
 def test_sentences_of_a_packed_row_do_not_meet(name):
-    """Section 3.2.3: rewriting the second sentence of a row leaves not a bit of the first other."""
+    """Section 3.2.3: another second sentence of a row changes not a bit of the first."""
     model = tiny(name)
     source, target = model.batch
     scores = model.forward(model.batch)
@@ -220,7 +288,7 @@ def test_sentences_of_a_packed_row_do_not_meet(name):
 
 @both_norms
 def test_a_packed_row_gives_what_each_sentence_gives_alone(name):
-    """Section 5.1: packing is a matter of speed; the sentences come out as they would alone."""
+    """Section 5.1: packing only makes training faster; the scores are those of separate rows."""
     model = tiny(name)
     source = one_sentence_per_row(jnp.array([[5, 6, 4, 3, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0]]))
     target = one_sentence_per_row(jnp.array([[8, 9, 3, 0, 0, 0], [4, 10, 3, 0, 0, 0]]))
@@ -230,7 +298,7 @@ def test_a_packed_row_gives_what_each_sentence_gives_alone(name):
 
 
 def test_the_length_of_a_row_changes_nothing():
-    """Padding more or less only rounds otherwise, for sums are then taken in another order."""
+    """Less padding only changes rounding, because sums are then taken in another order."""
     model = tiny("post")
     short = jax.tree.map(lambda x: x[1:, :5], model.batch)
     expected = model.forward(model.batch)[1, :2]
@@ -240,37 +308,44 @@ def test_the_length_of_a_row_changes_nothing():
 # ---- decoding is training, one token at a time ----------------------------------------------
 
 SOURCE = one_sentence_per_row(jnp.array([[5, 6, 4, 9, 7, 10, 3], [9, 10, 3, 0, 0, 0, 0]]))
-COLUMNS = 7
+FIRST_CAPACITY, COLUMNS = 2, 6
 NO_PREFIX = jnp.zeros((2, 0), jnp.int32)
 PREFIXES = [jnp.array([[5, 8, 4], [0, 0, 0]]), jnp.array([[9, 0, 0], [4, 6, 0]])]
 
 
-def begin(model, beam, prefix, room=None):
-    """What decoding starts from: memory, cache, the scores of the prefix and the first tokens."""
-    memory = model.remember(SOURCE)
+def begin(model, beam, prefix):
+    """The cache, the log-probabilities of the prefix and the first tokens of decoding."""
     given = prefix if prefix.shape[1] else None
-    state, log_prob = model.start(memory, beam, room or COLUMNS - prefix.shape[1], given)
-    tokens = jnp.broadcast_to(first_tokens(prefix)[:, None], (2, beam))
-    return memory, state, log_prob, tokens
+    cache, log_prob = model.prefill(model.cross, beam, FIRST_CAPACITY, given)
+    tokens = np.repeat(np.asarray(first_tokens(prefix))[:, None], beam, axis=1)
+    return cache, np.asarray(log_prob), tokens
 
 
-def decode_at_random(model, beam, prefix, steps, seed=0):
-    """Every (row, history, scores) met while hypotheses go on, branch and die at random.
+def decode(model, cache, tokens, number):
+    """Take decoding step `number`; the cache is resized when its first capacity is used up."""
+    if number == FIRST_CAPACITY:
+        cache = resize(cache, COLUMNS)
+    scores, cache = model.decode_step(jnp.asarray(tokens, jnp.int32), model.cross, cache)
+    return np.asarray(scores), cache
 
-    There is room for two tokens at first, and then for all."""
+
+resize = jax.jit(lambda cache, columns: cache.resize(columns), static_argnums=1)
+reorder = jax.jit(lambda cache, parents: cache.reorder(parents))
+
+
+def decode_at_random(model, beam, prefix, seed=0):
+    """Every (row, history, scores) met while hypotheses continue, branch and die at random."""
     numbers = np.random.default_rng(seed)
-    memory, state, _, tokens = begin(model, beam, prefix, room=2)
+    cache, _, tokens = begin(model, beam, prefix)
     histories = [[[int(i) for i in row if i]] * beam for row in prefix]
     met = []
-    for number in range(steps):
-        if number == 2:
-            state = state.grow(prefix.shape[1] + steps)
-        scores, state = model.step(tokens, memory, state)
+    for number in range(COLUMNS - prefix.shape[1]):
+        scores, cache = decode(model, cache, tokens, number)
         for row in (0, 1):
-            met += zip([row] * beam, histories[row], np.asarray(scores[row]), strict=True)
+            met += zip([row] * beam, histories[row], scores[row], strict=True)
         parents = numbers.integers(0, beam, (2, beam))
-        tokens = jnp.asarray(numbers.integers(3, 11, (2, beam)), jnp.int32)
-        state = state.reorder(jnp.asarray(parents))
+        tokens = numbers.integers(3, 11, (2, beam))
+        cache = reorder(cache, parents.astype(np.int32))
         histories = [
             [histories[row][parents[row, h]] + [int(tokens[row, h])] for h in range(beam)]
             for row in (0, 1)
@@ -279,65 +354,79 @@ def decode_at_random(model, beam, prefix, steps, seed=0):
 
 
 def teacher_forced(model, row, history):
-    """The scores of training for what follows `history`, the rest of the row being anything."""
-    ids = np.full((2, 6), 5)
+    """The scores of training for the token after `history`; the rest of the row is arbitrary."""
+    ids = np.full((2, 6), 5, np.int32)
     ids[row, : len(history)] = history
-    batch = Batch(SOURCE, one_sentence_per_row(jnp.asarray(ids, jnp.int32)))
+    batch = Batch(SOURCE, one_sentence_per_row(jnp.asarray(ids)))
     return model.forward(batch)[row, len(history)]
 
 
 @pytest.mark.parametrize(
-    "name, beam", [("post", 1), ("post", 3), ("pre", 1), ("pre", 3), ("remat", 3), ("fused", 3)]
+    "name, beam",
+    [
+        slow("post", 1),
+        ("post", 3),
+        ("pre", 1),
+        slow("pre", 3),
+        ("learned", 3),
+        slow("separate", 3),
+        slow("target_tied", 3),
+        slow("remat", 3),
+        slow("fused", 3),
+    ],
 )
 def test_every_hypothesis_gets_the_scores_that_training_gives_its_history(name, beam):
     """Section 3.1, "auto-regressive": with hypotheses branching and dying at every step."""
     model = tiny(name)
-    met = decode_at_random(model, beam, NO_PREFIX, steps=6)
+    met = decode_at_random(model, beam, NO_PREFIX)
     assert len(met) == 6 * 2 * beam and len(met[-1][1]) == 5
     for row, history, scores in met:
         expected = teacher_forced(model, row, history)
         assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("prefix", PREFIXES, ids=["three and none", "one and two"])
-@both_norms
+prefixes = pytest.mark.parametrize("prefix", PREFIXES, ids=["three and none", "one and two"])
+
+
+@prefixes
+@pytest.mark.parametrize("name", ["post", slow("pre"), slow("learned")])
 def test_hypotheses_after_a_prefix_get_the_scores_of_training(name, prefix):
-    """Section 3.1: rows with prefixes of unlike lengths, an empty one too, go on side by side."""
+    """Section 3.1: rows with prefixes of unlike lengths, also an empty one, side by side."""
     model = tiny(name)
-    for row, history, scores in decode_at_random(model, 3, prefix, steps=3):
+    for row, history, scores in decode_at_random(model, 3, prefix):
         assert_allclose(scores, teacher_forced(model, row, history), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("prefix", PREFIXES, ids=["three and none", "one and two"])
+@prefixes
 def test_a_prefix_read_at_once_is_the_prefix_read_token_by_token(prefix):
     """Section 3.1: and then the same tokens follow, up to the last column."""
-    model = tiny("post")
+    model, beam = tiny("post"), 3
     lengths = [int((row != 0).sum()) for row in prefix]
-    memory, state, log_prob, tokens = begin(model, 1, prefix)
+    cache, log_prob, tokens = begin(model, beam, prefix)
     at_once = []
-    for token in (6, 9, 7):
-        scores, state = model.step(tokens, memory, state)
-        at_once.append(np.asarray(scores[:, 0]))
-        tokens = jnp.full((2, 1), token)
+    for number, token in enumerate((6, 9, 7)):
+        scores, cache = decode(model, cache, tokens, number)
+        at_once.append(scores[:, 0])
+        tokens = np.full((2, beam), token)
     read = [
         [2, *map(int, row[:length]), 6, 9, 7, 0, 0]
         for row, length in zip(prefix, lengths, strict=True)
     ]
-    memory, state, nothing, _ = begin(model, 1, NO_PREFIX)
+    cache, nothing, _ = begin(model, beam, NO_PREFIX)
     assert nothing.shape == (2, 0)
     one_by_one = []
     for column in range(6):
-        tokens = jnp.array([[read[0][column]], [read[1][column]]])
-        scores, state = model.step(tokens, memory, state)
-        one_by_one.append(np.asarray(scores[:, 0]))
+        tokens = np.array([[read[0][column]] * beam, [read[1][column]] * beam])
+        scores, cache = decode(model, cache, tokens, column)
+        one_by_one.append(scores[:, 0])
     for row, length in enumerate(lengths):
         for later in range(3):
             expected = one_by_one[length + later][row]
             assert_allclose(at_once[later][row], expected, rtol=1e-5, atol=1e-5)
-        for place in range(length):
-            scores = teacher_forced(model, row, read[row][1 : place + 1]).astype(np.float64)
-            expected = scores[read[row][place + 1]] - math.log(np.exp(scores).sum())
-            assert log_prob[row, place] == pytest.approx(expected, rel=1e-5)
+        for position in range(length):
+            scores = teacher_forced(model, row, read[row][1 : position + 1]).astype(np.float64)
+            expected = scores[read[row][position + 1]] - math.log(np.exp(scores).sum())
+            assert log_prob[row, position] == pytest.approx(expected, rel=1e-5)
         assert (log_prob[row, length:] == 0).all()
 
 
@@ -356,7 +445,7 @@ def scores_and_gradients(dtype):
     """Of a one-layer model, for two rows and a third that is all padding on both sides."""
     model = Transformer(ModelConfig(**{**TINY, "num_layers": 1, "dtype": dtype}))
     rows = reference.two_rows()
-    batch = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])]), rows)
+    batch = jax.tree.map(lambda x: jnp.asarray(np.pad(x, ((0, 1), (0, 0)))), rows)
     params = reference.random_params(model, batch)
 
     def loss(params):
@@ -367,7 +456,7 @@ def scores_and_gradients(dtype):
     return params, gradient, scores, np.asarray(batch.target.segments) > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_a_row_of_nothing_but_padding_has_finite_scores_and_gradients(dtype):
     """Section 3.2.3: its queries may attend to nothing, and no NaN leaks into the parameters."""
     params, gradient, scores, _ = scores_and_gradients(dtype)
@@ -376,6 +465,7 @@ def test_a_row_of_nothing_but_padding_has_finite_scores_and_gradients(dtype):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((params, gradient, scores)))
 
 
+@pytest.mark.slow
 def test_bfloat16_gives_nearly_the_scores_of_float32():
     """A number has 8 bits, an error of 0.4 %; through ten boxes less than 5 % of the spread."""
     exact, near = (np.asarray(scores_and_gradients(dtype)[2]) for dtype in ("float32", "bfloat16"))
@@ -434,24 +524,32 @@ def test_parameters_start_small_and_in_float32():
 # ---- the same numbers in another way --------------------------------------------------------
 
 
-def learn(**changes):
-    """The parameters of a layer a side, and its loss and gradient with dropout of every kind."""
-    rates = dict(dropout=0.3, attention_dropout=0.2, feed_forward_dropout=0.2)
-    model = Transformer(ModelConfig(**{**TINY, "num_layers": 1, **rates, **changes}))
+ALL_DROPOUTS = dict(dropout=0.3, attention_dropout=0.2, feed_forward_dropout=0.2)
+
+
+def learn(method, **changes):
+    """The parameters of one layer on each side, and a loss and its gradient under dropout."""
+    model = Transformer(ModelConfig(**{**TINY, "num_layers": 1, **changes}))
     batch = reference.two_rows()
     params = reference.random_params(model, batch)
+    read = batch.source if method == "encode" else batch
 
     def loss(params, key):
-        log_probs = jax.nn.log_softmax(model.apply(params, batch, rngs={"dropout": key}))
-        return jnp.take_along_axis(log_probs, batch.target.ids[:, :, None], axis=-1).mean()
+        output = model.apply(params, read, rngs={"dropout": key}, method=method)
+        return jax.nn.log_softmax(output)[..., 4].mean()
 
     learned = jax.jit(jax.value_and_grad(loss))
-    return params, lambda key: learned(params, jax.random.key(key))
+    return params, lambda seed: learned(params, jax.random.key(seed))
 
 
-def test_layers_that_are_computed_again_learn_the_same():
-    """Chen et al. 2016: the same parameters, loss and gradient, for the same key the same masks."""
-    (kept_params, kept), (again_params, again) = learn(), learn(remat=True)
+@pytest.mark.parametrize(
+    "method, rates", [("encode", {"dropout": 0.3}), slow("__call__", ALL_DROPOUTS)]
+)
+def test_layers_that_are_recomputed_learn_the_same(method, rates):
+    """Chen et al. 2016: the same parameters, loss and gradient; the same key, the same masks."""
+    (kept_params, kept), (again_params, again) = (
+        learn(method, remat=remat, **rates) for remat in (False, True)
+    )
     jax.tree.map(assert_array_equal, again_params, kept_params)
     (loss, gradient), (loss_again, gradient_again) = kept(1), again(1)
     assert_allclose(loss_again, loss, rtol=1e-6)
@@ -460,7 +558,7 @@ def test_layers_that_are_computed_again_learn_the_same():
 
 
 def bytes_of_a_gradient(num_layers, remat, length=96):
-    """What a program needs beside its arguments and results, where it may free arrays early."""
+    """Memory of a program beside its arguments and results, if it frees arrays early."""
     config = ModelConfig(**{**TINY, "num_layers": num_layers}, remat=remat)
     encode = partial(Transformer(config).apply, method="encode")
     source = one_sentence_per_row(jnp.ones((2, length), jnp.int32))
@@ -471,8 +569,9 @@ def bytes_of_a_gradient(num_layers, remat, length=96):
     return program.compile(compiler_options=in_order).memory_analysis().temp_size_in_bytes
 
 
-def test_a_layer_more_costs_a_tenth_of_the_memory_where_layers_are_computed_again():
-    """What goes in and out of it, [2 96 6], instead of all weights, [2 3 96 96], and the like."""
+@pytest.mark.slow
+def test_one_more_layer_costs_a_tenth_of_the_memory_if_layers_are_recomputed():
+    """Its input and output, [2 96 6], instead of all its weights, [2 3 96 96], and the like."""
     kept, again = (
         bytes_of_a_gradient(4, remat) - bytes_of_a_gradient(2, remat) for remat in (False, True)
     )
@@ -531,15 +630,28 @@ EMBEDDINGS = {
 }
 
 
+LEARNED = {
+    "shared": ["embedding/positional_encoding/table 7 6"],
+    "separate": [
+        "source_embedding/positional_encoding/table 7 6",
+        "target_embedding/positional_encoding/table 7 6",
+    ],
+}
+LEARNED["target_tied"] = LEARNED["separate"]
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "halves", "none", "learned"])
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)
-def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm):
+def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm, positions):
     """Figure 1: checkpoints and converters depend on them; a change needs a new FORMAT_VERSION."""
     config = ModelConfig(
         **{**TINY, "num_layers": 1},
         embeddings=embeddings,
         source_vocab_size=None if embeddings == "shared" else 13,
         norm=norm,
+        positional_encoding=positions,
+        max_positions=7 if positions == "learned" else 0,
     )
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), reference.two_rows())
     assert list(shapes) == ["params"]
@@ -551,36 +663,39 @@ def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm):
         f"{box}/{line}" for box, lines in LAYERS.items() for line in lines.split("\n") if line
     }
     expected |= set(EMBEDDINGS[embeddings]) | set(FINAL_NORMS if norm == "pre" else [])
+    expected |= set(LEARNED[embeddings] if positions == "learned" else [])
     assert actual == expected
 
 
 def test_layers_are_numbered_from_0():
-    """Section 3.1: N layers a side, layer_0 next to the embeddings."""
+    """Section 3.1: N layers on each side, layer_0 next to the embeddings."""
     shapes = jax.eval_shape(tiny("post").model.init, jax.random.key(0), tiny("post").batch)
     for side in ("encoder", "decoder"):
         assert sorted(shapes["params"][side]) == ["layer_0", "layer_1"]
 
 
-def test_a_token_that_no_vocabulary_has_makes_no_nan():
-    """Ids are checked where data comes in; a wrong one here must not spread as NaN."""
+def test_an_id_outside_of_the_vocabulary_makes_no_nan():
+    """Ids are checked when text is encoded; a wrong one here must not spread as NaN."""
     model = tiny("post")
     batch = model.batch._replace(source=change(model.batch.source, (0, 0), to=99))
     assert np.isfinite(model.forward(batch)).all()
 
 
-def test_twice_as_long_a_row_takes_twice_the_memory_not_four_times():
-    """Rabe and Staats 2021: no more than a block of the weights [2 3 length length] is kept."""
+@pytest.mark.slow
+def test_a_row_of_twice_the_length_takes_twice_the_memory_not_four_times():
+    """Rabe and Staats 2021: only a block of the weights [2 3 length length] is in memory."""
     shorter, longer = (bytes_of_a_gradient(1, False, length) for length in (384, 768))
     assert longer < 2.2 * shorter
 
 
-def test_a_long_row_is_read_alike_whether_its_weights_are_looked_at_or_not():
-    """Blocks of queries while nobody looks, all weights at once where they are to be seen."""
+def test_a_long_row_is_encoded_alike_whether_its_weights_are_returned_or_not():
+    """In blocks of queries, or with all weights at once if they are to be returned."""
     model = Transformer(ModelConfig(**{**TINY, "num_layers": 1}))
-    ids = jnp.asarray(np.random.default_rng(0).integers(4, 11, (1, 2 * BLOCK)), jnp.int32)
-    params = model.init(jax.random.key(0), one_sentence_per_row(ids), method="encode")
-    read = partial(model.apply, params, one_sentence_per_row(ids), method="encode")
-    whole, seen = read(mutable=["intermediates"])
+    ids = np.random.default_rng(0).integers(4, 11, (1, 2 * BLOCK))
+    source = one_sentence_per_row(jnp.asarray(ids, jnp.int32))
+    params = reference.random_params(reference.MethodOf(model, "encode"), source)
+    encode = partial(model.apply, method="encode")
+    whole, seen = jax.jit(partial(encode, mutable=["intermediates"]))(params, source)
     (weights,) = jax.tree.leaves(seen)
     assert weights.shape == (1, 3, 2 * BLOCK, 2 * BLOCK)
-    assert_allclose(read(), whole, atol=1e-5)
+    assert_allclose(jax.jit(encode)(params, source), whole, atol=1e-5)

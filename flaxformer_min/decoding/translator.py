@@ -244,7 +244,7 @@ class Translator:
             target = self._best_text(source_ids) if source.strip() else ""
         encoded = self.target_tokenizer.encode_batch([target])
         target_ids = self._truncate(encoded, "target line", 1)[0]
-        both = [one_sentence_per_row(jnp.array([ids])) for ids in (source_ids, target_ids)]
+        both = [one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)]
         _, state = self.models[0].apply(
             {"params": self.runner.params[0]}, Batch(*both), mutable=["intermediates"]
         )
@@ -293,12 +293,15 @@ class Translator:
         forced = [ids[:-1] for ids in self.target_tokenizer.encode_batch(list(prefixes))]
         for number, (ids, source) in enumerate(zip(forced, sources, strict=True)):
             limit = len(source) + options.max_extra_tokens - 1
-            if len(ids) > min(limit, LONGEST_PREFIX):
-                way_out = "Raise max_extra_tokens" if limit < LONGEST_PREFIX else "Shorten it"
+            longest = LONGEST_PREFIX
+            if self.runner.max_positions:
+                longest = min(longest, self.runner.max_positions - 1)
+            if len(ids) > min(limit, longest):
+                way_out = "Raise max_extra_tokens" if limit < longest else "Shorten it"
                 raise ValueError(
                     f"a prefix must be shorter than the longest translation allowed; prefix "
                     f"{first_line + number} has {len(ids)} tokens, the limit is "
-                    f"{min(limit, LONGEST_PREFIX)}. {way_out}."
+                    f"{min(limit, longest)}. {way_out}."
                 )
         return forced
 

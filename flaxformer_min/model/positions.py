@@ -63,11 +63,11 @@ class PositionalEncoding(nn.Module):
         if self.function is not None:
             return jax.vmap(self.function, in_axes=(0, None))(positions, config.d_model)
         if config.positional_encoding == "none":
-            return jnp.zeros((1, 1, config.d_model))
+            return jnp.zeros((1, 1, config.d_model), jnp.float32)
         if config.positional_encoding == "learned":
             _check_learned(positions, config.max_positions)
             init = nn.initializers.normal(0.02)
-            table = self.param("table", init, (config.max_positions, config.d_model))
+            table = self.param("table", init, (config.max_positions, config.d_model), jnp.float32)
             return table.at[positions].get(mode="fill", fill_value=jnp.nan)
         return batched_sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
 
@@ -75,7 +75,8 @@ class PositionalEncoding(nn.Module):
 def _check_learned(positions: Int[Array, "batch length"], learned: int) -> None:
     if isinstance(positions, jax.core.Tracer):
         return
-    if (last := int(positions.max())) >= learned:
+    # On the host: inside jit, arithmetic on a constant is traced, too.
+    if (last := int(jax.device_get(positions).max())) >= learned:
         raise ValueError(
             f"positional_encoding='learned' has vectors for positions 0 to {learned - 1}; got "
             f"position {last}. Shorten the sentence, or train with a larger model.max_positions."
