@@ -183,7 +183,8 @@ class RunFolder:
     def locked(self) -> Iterator["RunFolder"]:
         """Lock the run for this process. The system unlocks it when the process ends or is killed.
 
-        Raises ValueError if another process has locked it.
+        Raises ValueError if another process has locked it, and, before anything is written, for a
+        folder that is not a run and cannot become one.
         """
         self._check_ours()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -192,14 +193,14 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise ValueError(
-                    "one process trains a run at a time; process "
-                    f"{file.read(20).strip()} holds {self.path}. End it first, or choose another "
+                    "only one process may train a run at a time; process "
+                    f"{file.read(20).strip()} trains {self.path}. End it first, or choose another "
                     "--workdir."
                 ) from error
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
             for name in ("config.json", "metrics.jsonl", *TOKENIZER_FILES):
-                remove_partial(self.path / name)  # and no output that others write here
+                remove_partial(self.path / name)  # but no output that others write here
             yield self
 
     def _open_lock(self) -> int:
@@ -233,13 +234,13 @@ class RunFolder:
             self._check_empty(names)
 
     def _check_empty(self, names: Sequence[str]) -> None:
-        """Only what a start that was cut off leaves may be there."""
+        """Raise ValueError unless the folder has at most the files of an interrupted start."""
         ours = {"lock", *TOKENIZER_FILES}
         others = [name for name in names if name not in ours and not name.startswith(".")]
         if others:
             raise ValueError(
-                f"a run starts in an empty folder or goes on in its own; {self.path} holds "
-                f"{', '.join(others[:3])}. Choose another --workdir."
+                f"a new run needs an empty folder; {self.path} holds {', '.join(others[:3])}. "
+                "Choose another --workdir."
             )
 
     def _has_checkpoint(self) -> bool:
