@@ -1,8 +1,8 @@
 """The command `flaxformer-min`: train, translate, score, evaluate and plot.
 
-Output is line-aligned with input, and streams: a million lines are never in memory at once. A
-user's mistake is one sentence on stderr and status 2. Heavy modules are imported only when they are
-needed, so that `--help` is immediate.
+Output is line-aligned with input and streamed, so that memory does not depend on the number of
+lines. Errors of usage are one sentence on stderr and status 2. Heavy modules are imported on use,
+so that `--help` is fast.
 """
 
 import os
@@ -17,19 +17,19 @@ from flaxformer_min.runtime.signals import Stopped
 from flaxformer_min.runtime.streams import drop_unwritable, ignore_broken_pipe, open_streams
 
 CLOSED_PIPE = 141
-"""The status of a program that a closed pipe ends, as a shell sees it: 128 + SIGPIPE."""
+"""The exit status after a closed pipe, as a shell reports it: 128 + SIGPIPE."""
 
 MEMORY_ADVICE = (
-    "Choose a smaller --batch-size, --beam-size or --max-extra-tokens where there are such, or "
+    "Choose a smaller --batch-size, --beam-size or --max-extra-tokens, if the command has them, or "
     "shorter text."
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status; `argv` None: the process's own arguments.
+    """Run a command and return its exit status; `argv` None: the arguments of the process.
 
-    0 when all is done, 2 for a user's mistake, 130 and 143 after Ctrl-C and SIGTERM, 141 when the
-    reader of a pipe has gone.
+    0 for success, 2 for an error, 130, 143 and 129 after Ctrl-C, SIGTERM and a
+    closed terminal, 141 when the reader of a pipe has gone.
     """
     owns_process = argv is None
     if owns_process:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             except (KeyboardInterrupt, Stopped):
                 if stop.came_twice and owns_process:
                     drop_unwritable()
-                    os._exit(stop.status)  # Python's own end waits for a batch that is running
+                    os._exit(stop.status)  # a regular exit would wait for the running batch
                 return stop.status or 130
     except BrokenPipeError:
         drop_unwritable()
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_command(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
-    """Run `flaxformer-min train`, which is also train.py; as `main`."""
+    """Run `flaxformer-min train`, or train.py, and return its exit status; as `main`."""
     if argv is None:
         open_streams()
         argv = sys.argv[1:]

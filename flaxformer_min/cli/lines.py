@@ -1,9 +1,10 @@
-"""Lines of text in and out, and stopping between them."""
+"""Input and output of lines, and interruption between them."""
 
 import contextlib
 import math
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +21,9 @@ BLOCK = 1 << 16
 """Most bytes that are read at once."""
 
 POLL_SECONDS = 0.5
-"""A wait for text is interrupted this often to handle signals.
+"""How often waiting for input checks for signals.
 
-One that comes just before the wait, or to another thread, does not end the wait itself.
+A signal just before the wait, or to another thread, does not interrupt the wait itself.
 """
 
 
@@ -33,16 +34,17 @@ def warn_user(message: Any) -> None:
 
 
 class Stop(StopRequest):
-    """A signal interrupts loading and waiting at once, and work within `patiently` after its end.
+    """Raises KeyboardInterrupt at a signal: at once, or at the end of a `patiently` block.
 
-    A second signal always interrupts at once. Either way it is a KeyboardInterrupt, so that half
-    written files are cleaned up.
+    A second signal always interrupts at once. Partial files are removed by the exception.
     """
 
     patient = False
     came_twice = False
 
     def _handle(self, number, frame) -> None:
+        if self() and number == signal.SIGHUP:  # a terminal that is closed may send it twice
+            return
         self.came_twice = self()
         self.signal_number = number
         if self.came_twice or not self.patient:
@@ -50,7 +52,7 @@ class Stop(StopRequest):
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        """Do not interrupt the body, but whatever comes after it."""
+        """Delay an interrupt until the end of the body."""
         self.patient = True
         try:
             yield
@@ -61,14 +63,14 @@ class Stop(StopRequest):
 
 
 class Lines:
-    r"""Lines of an open file as they come, decoded; `count` of them were taken so far.
+    r"""Decoded lines of an open file, as soon as they are available.
 
-    Only \n ends a line; a \r before it and a BOM are dropped. Bytes that are no UTF-8 become U+FFFD
-    with a warning. At a terminal it prompts.
+    Only \n ends a line; a \r before it and a BOM are dropped. Invalid UTF-8 becomes U+FFFD, with a
+    warning. At a terminal it prompts. `count` is the number of lines taken so far.
     """
 
     def __init__(self, file: Any, name: str, warn: Callable[[str], None] = warn_user):
-        """`name` is what to call it in warnings."""
+        """Take an open file, and its name in warnings."""
         self.name, self.count = name, 0
         self.typed = os.isatty(file.fileno())
         self._descriptor, self._warn = file.fileno(), warn
@@ -76,9 +78,9 @@ class Lines:
         self._rest, self._ended = bytearray(), False
 
     def take(self, most: int, wait: bool = False) -> list[str]:
-        """The next lines, `most` at most: those that are there already, and at least one.
+        """Return at most `most` available lines, and at least one unless the file has ended.
 
-        Fewer, with `wait`, only at the end. None at all: this was the end.
+        With `wait`, return exactly `most`, or fewer at the end of the file.
         """
         while len(self._lines) < most and not self._ended:
             if self._lines and not wait and not select.select([self._descriptor], [], [], 0)[0]:
@@ -116,7 +118,7 @@ class Lines:
 
 @contextlib.contextmanager
 def open_lines(path: str | None, warn: Callable = warn_user) -> Iterator[Lines]:
-    """The lines of a file, or of stdin."""
+    """Open a file, or stdin if `path` is None."""
     if path is None:
         yield Lines(sys.stdin, "stdin", warn)
     else:
@@ -125,19 +127,19 @@ def open_lines(path: str | None, warn: Callable = warn_user) -> Iterator[Lines]:
 
 
 def aligned(first: Lines, *others: Lines) -> Iterator[tuple[int, list[list[str]]]]:
-    """The number of the next line, and the next lines of each file, the same number of each.
+    """Yield the number of the next line, and the same number of next lines of each file.
 
-    Raises ValueError, with the number of lines of each, where one has more than another.
+    Raises ValueError, with the number of lines of each file, if they differ.
     """
     while True:
         number = first.count + 1
         lines = first.take(1 if first.typed else CHUNK)
-        beside = [other.take(len(lines) or 1, wait=True) for other in others]
-        if any(len(other) != len(lines) for other in beside):
+        aligned_lines = [other.take(len(lines) or 1, wait=True) for other in others]
+        if any(len(other) != len(lines) for other in aligned_lines):
             break
         if not lines:
             return
-        yield number, [lines, *beside]
+        yield number, [lines, *aligned_lines]
     counts = []
     for file in (first, *others):
         while file.take(CHUNK, wait=True):
@@ -147,27 +149,27 @@ def aligned(first: Lines, *others: Lines) -> Iterator[tuple[int, list[list[str]]
 
 
 def read_aligned(*paths: str, warn: Callable = warn_user) -> Iterator[tuple[int, list[list[str]]]]:
-    """`aligned` for files by name."""
+    """Yield `aligned` lines of files, given by name."""
     with contextlib.ExitStack() as stack:
         yield from aligned(*[stack.enter_context(open_lines(path, warn)) for path in paths])
 
 
 def open_output(path: str | None) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Stdout, or a file that is there whole or not at all (a device or pipe is written to)."""
+    """Open stdout, or a file that is written atomically (see `open_atomically`)."""
     return (
         contextlib.nullcontext(sys.stdout.buffer) if path is None else open_atomically(Path(path))
     )
 
 
 def write(output: BinaryIO, lines: list[str]) -> None:
-    """Write lines, now."""
+    """Write lines, and flush them."""
     output.write("".join(f"{line}\n" for line in lines).encode())
     output.flush()
 
 
 @contextlib.contextmanager
 def progress(total: int | None, shown: bool = True) -> Iterator[Callable[[int], Any]]:
-    """Counts sentences on stderr, where that is a terminal; gives what to call with each few."""
+    """Show a progress bar on stderr if that is a terminal; yield the function that advances it."""
     if not (shown and sys.stderr.isatty()):
         yield lambda count: None
         return
@@ -183,5 +185,5 @@ def on_one_line(text: str) -> str:
 
 
 def json_number(value: float) -> float | None:
-    """Return a number as JSON can hold it: null for infinity and NaN."""
+    """Return a rounded number, or None (null in JSON) for infinity and NaN."""
     return round(value, 6) if math.isfinite(value) else None

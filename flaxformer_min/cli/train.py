@@ -40,13 +40,13 @@ class Arguments(Config):
     """The run folder. Several processes must share it."""
 
     profile: int = 0
-    """Record so many steps, from the 11th of this start on, as a timeline in RUN/profile; 0: none.
+    """Record a profile of this many steps, from the 11th of this start on, in RUN/profile; 0: none.
     The main process records its own devices."""
 
     distributed: Distributed = Distributed()
 
     def __post_init__(self):
-        """Check what is not a setting of the run."""
+        """Validate what is not a setting of the run."""
         super().__post_init__()
         if self.profile < 0:
             raise ValueError(f"--profile must be at least 0 steps; got {self.profile}.")
@@ -55,7 +55,8 @@ class Arguments(Config):
 def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
     """Run the command and return its exit status.
 
-    0 when training has ended, 2 for a user's mistake, 130 and 143 after Ctrl-C and SIGTERM.
+    0 when training has ended, 2 for an error, 130, 143 and 129 after Ctrl-C, SIGTERM and
+    a closed terminal.
     """
     with InterruptOnSignal() as signals, log_to_terminal(prog, only_if=is_main_process):
         try:
@@ -123,11 +124,11 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
 
 
 def read_config(path: Path) -> Config:
-    """Return what a Python file calls `config`."""
+    """Return the `config` of a Python file."""
     try:
         config = runpy.run_path(str(path)).get("config")
     except ValueError:
-        raise  # the config's own rules, in a sentence
+        raise  # the config's own validation
     except Exception as error:  # a user's file may raise anything
         unknown = "unexpected keyword argument" in str(error)
         way_out = "`flaxformer-min train --help` lists all settings." if unknown else ""

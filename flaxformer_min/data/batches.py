@@ -176,7 +176,8 @@ class TrainingBatches(Iterator[Batch]):
         while True:
             if self._batches is None:
                 epoch = self.epoch(self._epoch)
-                # Ctrl-C also signals the workers and would end them; they inherit the block.
+                # Ctrl-C and a closed terminal also signal the workers and would end them; they
+                # inherit the block.
                 with _blocked_interrupt(self._workers > 0):
                     self._batches = self._prefetched(epoch)
                     batch = next(self._batches, None)
@@ -204,10 +205,11 @@ class TrainingBatches(Iterator[Batch]):
 
 @contextlib.contextmanager
 def _blocked_interrupt(blocked: bool) -> Iterator[None]:
-    """Block SIGINT in the body, and for good in processes that are started there."""
+    """Block SIGINT and SIGHUP in the body, and for good in processes that are started there."""
     if blocked:
         resource_tracker.ensure_running()  # starting it would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if blocked else ())
+    signals = {signal.SIGINT, signal.SIGHUP} if blocked else ()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

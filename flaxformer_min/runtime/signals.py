@@ -14,12 +14,17 @@ class Stopped(Exception):
     """Work ended early, because its `StopCheck` returned true."""
 
 
-class StopRequest:
-    """Records the first SIGINT or SIGTERM, so that the process can finish its current work.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What stops a program: Ctrl-C, kill, and a terminal that is closed."""
 
-    A context manager for the main thread, and a `StopCheck`. `signal_number` is None, SIGINT or
-    SIGTERM; a program that ends because of it should exit with `status`. A second signal ends the
-    process at once.
+
+class StopRequest:
+    """Records the first SIGINT, SIGTERM or SIGHUP, so that the current work can be finished.
+
+    A context manager for the main thread, and a `StopCheck`. `signal_number` is None or that of the
+    signal; a program that ends because of it should exit with `status`. A second signal ends the
+    process at once, unless it is SIGHUP: a terminal that is closed may send it twice, once from the
+    system and once from the shell. Where SIGHUP is ignored, as under nohup, it stays ignored.
     """
 
     def __init__(self, announcement: str = ""):
@@ -34,12 +39,14 @@ class StopRequest:
 
     @property
     def status(self) -> int:
-        """The exit status: 130 for Ctrl-C, 143 for SIGTERM, 0 without a signal."""
+        """The exit status: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 0 without a signal."""
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def __enter__(self) -> "StopRequest":
         """Install the handlers."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -50,6 +57,8 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None:
+            if number == signal.SIGHUP:
+                return
             os._exit(128 + number)
         self.signal_number = number
         if self._announcement:
@@ -59,8 +68,10 @@ class StopRequest:
 
 
 class InterruptOnSignal(StopRequest):
-    """Raises KeyboardInterrupt at the first SIGINT or SIGTERM, with its number as argument."""
+    """Raises KeyboardInterrupt at the first signal, with its number as argument."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.signal_number is None
         super()._handle(number, frame)
-        raise KeyboardInterrupt(number)
+        if is_first:
+            raise KeyboardInterrupt(number)
