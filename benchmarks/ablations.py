@@ -1,6 +1,6 @@
 """What each choice is worth on Multi30k, after the paper's table 3: one training for each row.
 
-    python benchmarks/ablations.py --corpus text:DIR --steps 1600 --docs docs \\
+    python benchmarks/ablations.py --corpus text:DIR --steps 1600 --docs docs/log \\
         --training.warmup-steps 400 --training.cooldown-steps 1200 \\
         --training.learning-rate-scale 0.679
 
@@ -75,6 +75,11 @@ ROWS = (
     Row("no-smoothing", "(D) no label smoothing", {"training.label-smoothing": 0.0}),
     Row("no-positions", "(E) no positional encoding", {"model.positional-encoding": "none"}),
     Row("halves", "(E) all sines, then all cosines", {"model.positional-encoding": "halves"}),
+    Row(
+        "learned",
+        "(E) learned positional embeddings",
+        {"model.positional-encoding": "learned", "model.max-positions": 68},
+    ),
     Row("post-norm", "norm after the sum, as the paper", {"model.norm": "post"}),
     Row("separate", "(3.4) embeddings and output apart", {"model.embeddings": "separate"}),
     Row("r-drop", "R-Drop, α = 5 (two readings a step)", {"training.r-drop": 5.0}),

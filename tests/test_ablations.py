@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import ablations
 
-import train
+from flaxformer_min.cli.train import read_arguments
 
 TRAINING = """
 import json, pathlib, sys, time
@@ -60,7 +60,9 @@ def test_a_row_changes_the_settings_it_names_and_nothing_else(row, monkeypatch):
     """As train.py itself reads its options."""
     monkeypatch.chdir(ROOT)
     job = ablations.Job(row, 3, Path("runs"), ("--data.corpus", "text:x"))
-    changed, base = train.read_arguments(job.command[2:]), train.read_arguments(job.command[2:3])
+    changed, base = (
+        read_arguments(options, "train.py") for options in (job.command[2:], job.command[2:3])
+    )
     found = {
         f"{group}.{name}".replace("_", "-"): value
         for group in ("data", "model", "training", "decoding")
