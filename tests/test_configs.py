@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flaxformer_min.cli.train import DEFAULT_CONFIG
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
@@ -33,7 +34,9 @@ def load(name):
     return runpy.run_path(str(CONFIGS / f"{name}.py"))
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*sorted(CONFIGS.glob("*.py")), DEFAULT_CONFIG], ids=lambda path: path.stem
+)
 def test_every_config_file_is_a_recipe_with_a_config(path):
     module = runpy.run_path(str(path))
     assert isinstance(module["config"], Config)
@@ -175,6 +178,7 @@ def small_wmt14(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_papers_base_model_goes_the_whole_way_on_a_small_set_of_the_same_features(small_wmt14):
     """Tokenizer on a bounded sample, a step, a save; and what is restored of it translates.
 

@@ -9,17 +9,18 @@ import jax
 import pytest
 
 from flaxformer_min.runtime import devices
+from flaxformer_min.runtime.devices import configure_cpu_devices
 
 
 def test_the_devices_in_use_are_counted():
-    assert devices.describe().startswith("2 cpu devices")
+    assert devices.describe_devices().startswith("2 cpu devices")
 
 
 def test_a_gpu_that_jax_does_not_use_is_named_with_the_way_out(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
-    text = devices.describe()
+    text = devices.describe_devices()
     assert "/dev/nvidia0" in text
     assert "pip install 'flaxformer_min[cuda]'" in text
 
@@ -27,7 +28,7 @@ def test_a_gpu_that_jax_does_not_use_is_named_with_the_way_out(monkeypatch):
 def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
-    assert "nvidia" not in devices.describe()
+    assert "nvidia" not in devices.describe_devices()
 
 
 def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, tmp_path):
@@ -44,9 +45,9 @@ def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, t
     "chosen, kept_in",
     [
         ({}, "ours"),
-        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
-        ({"JAX_COMPILATION_CACHE_DIR": ""}, None),
-        ({"JAX_COMPILATION_CACHE_DIR": "theirs"}, "theirs"),
+        pytest.param({"JAX_ENABLE_COMPILATION_CACHE": "false"}, None, marks=pytest.mark.slow),
+        pytest.param({"JAX_COMPILATION_CACHE_DIR": ""}, None, marks=pytest.mark.slow),
+        pytest.param({"JAX_COMPILATION_CACHE_DIR": "theirs"}, "theirs", marks=pytest.mark.slow),
     ],
 )
 def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
@@ -61,7 +62,7 @@ def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
     )
     of_the_tests = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(of_the_tests)}
-    environment |= chosen | {"PYTHONPATH": str(Path(devices.__file__).parents[1])}
+    environment |= chosen | {"PYTHONPATH": str(Path(devices.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
     kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*-cache")}
     assert kept == ({kept_in} if kept_in else set())
@@ -83,31 +84,54 @@ def test_a_compile_clock_counts_programs():
     assert "compiling" in str(clock)
 
 
-@pytest.mark.parametrize("chosen, cores, devices", [({}, 4, 3), ({}, 9, 6), ({}, 1, 1)])
-def test_the_cores_of_a_cpu_become_devices_that_share_rows_evenly(chosen, cores, devices):
+@pytest.mark.parametrize("cores, devices", [(4, 3), (9, 6), (1, 1)])
+def test_the_cores_of_a_cpu_become_devices_that_share_rows_evenly(monkeypatch, cores, devices):
     """Six rows; at most 8 devices."""
-    assert devices_of(chosen, cores) == devices
+    assert chosen_in_this_process(monkeypatch, {}, cores) == {"jax_num_cpu_devices": devices}
 
 
 @pytest.mark.parametrize(
     "chosen",
     [{"JAX_NUM_CPU_DEVICES": "5"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=5"}],
 )
-def test_devices_that_the_user_chose_stay(chosen):
-    assert devices_of(chosen, cores=4) == 5
+def test_devices_that_the_user_chose_stay(monkeypatch, chosen):
+    assert chosen_in_this_process(monkeypatch, chosen, cores=4) == {}
 
 
-def devices_of(chosen, cores):
+def chosen_in_this_process(monkeypatch, chosen, cores):
+    """What is set in jax's config, where the environment holds only what was `chosen`."""
+    for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in chosen.items():
+        monkeypatch.setenv(name, text)
+    updates = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    configure_cpu_devices(6)
+    return updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen, devices",
+    [
+        ({}, 3),
+        ({"JAX_NUM_CPU_DEVICES": "5"}, 5),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=5"}, 5),
+    ],
+)
+def test_a_process_of_its_own_has_these_devices(chosen, devices):
+    """Four cores, six rows."""
     script = (
         "import os, jax; from flaxformer_min.runtime.devices import configure_cpu_devices;"
-        f"os.sched_getaffinity = lambda process: range({cores});"
+        "os.sched_getaffinity = lambda process: range(4);"
         "configure_cpu_devices(6); print(jax.device_count())"
     )
     environment = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment | chosen, capture_output=True, text=True
     )
-    return int(done.stdout)
+    assert int(done.stdout) == devices
 
 
 SCRIPT = """

@@ -98,7 +98,9 @@ def plain_gradient(readings):
     return jax.jit(jax.grad(loss, (0, 1)))(*sample[:2])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 5, 100])
+@pytest.mark.parametrize(
+    "chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5, 100]
+)
 @pytest.mark.parametrize("readings", [1, 2])
 def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     chunk, readings, monkeypatch
