@@ -45,13 +45,13 @@ def test_a_mask_is_a_rule_for_every_query_and_key(one, batched, rule):
 
 
 def test_padding_attends_to_nothing_and_is_attended_by_nothing():
-    """Section 3.2.3: segment 0 is no sentence, so two paddings are not of the same one."""
+    """Section 3.2.3: segment 0 is not a sentence, so padding does not attend to padding."""
     mask = segment_mask(jnp.array([0, 1, 0]), jnp.array([0, 1, 0]))
     assert_array_equal(mask, [[0, 0, 0], [0, 1, 0], [0, 0, 0]])
 
 
 def test_look_ahead_and_segments_together_make_a_triangle_a_sentence():
-    """Section 3.2.3 for a packed row: each sentence has its own triangle on the diagonal."""
+    """Section 3.2.3 for a packed row: a triangle of each sentence, along the diagonal."""
     positions, segments = jnp.array([0, 1, 2, 0, 1, 0]), jnp.array([1, 1, 1, 2, 2, 0])
     mask = look_ahead_mask(positions, positions) & segment_mask(segments, segments)
     expected = [
@@ -65,8 +65,8 @@ def test_look_ahead_and_segments_together_make_a_triangle_a_sentence():
     assert_array_equal(mask, expected)
 
 
-def test_a_hypothesis_attends_to_one_place_of_each_column_that_it_has_written():
-    """Section 6.1, beam search: of each column's places only its ancestor's, in column order."""
+def test_a_hypothesis_attends_to_one_slot_of_each_column_that_it_has_filled():
+    """Section 6.1, beam search: of each column's slots only its ancestor's, in column order."""
     numbers = np.random.default_rng(0)
     ancestors = numbers.integers(-1, 3, size=(2, 3, 5))
     expected = np.zeros((2, 3, 15), bool)

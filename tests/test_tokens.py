@@ -1,5 +1,6 @@
 """The one data type, and what the decoder reads of it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.testing import assert_array_equal
@@ -26,13 +27,13 @@ def test_every_sentence_of_a_packed_row_is_shifted_right_and_starts_from_bos():
     positions = np.array([[0, 1, 2, 0, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6]])
     segments = np.array([[1, 1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1, 1]])
     target = Tokens(*map(jnp.asarray, (ids, positions, segments)))
-    shifted = shift_right(target)
+    shifted = jax.device_get(shift_right(target))
     for row in range(2):
-        for place in range(7):
-            if segments[row, place]:
-                first = positions[row, place] == 0
-                expected = BOS if first else ids[row, place - 1]
-                assert shifted.ids[row, place] == expected
+        for column in range(7):
+            if segments[row, column]:
+                first = positions[row, column] == 0
+                expected = BOS if first else ids[row, column - 1]
+                assert shifted.ids[row, column] == expected
     assert_array_equal(shifted.positions, positions)
     assert_array_equal(shifted.segments, segments)
 
