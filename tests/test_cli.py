@@ -133,10 +133,10 @@ OPTIONS = list(options_of(make_parser()))
 
 @pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
 def test_every_option_tells_its_default_and_stands_in_the_documentation_and_here(command, option):
-    documentation = (Path(__file__).parents[1] / "README.md").read_text()
+    documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
     name = option.option_strings[0]
     assert "default" in option.help
-    section = re.split("\n##+ ", documentation.split(f"\n### `{command.split()[1]}`")[1])[0]
+    section = re.split("\n##+ ", documentation.split(f"\n## `{command.split()[1]}`")[1])[0]
     assert f"`{name}" in section
     assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text())
 
@@ -185,7 +185,7 @@ ERRORS = [
     ("translate", "required: RUN"),
     ("translate {missing}", "a run is a folder; there is none at"),
     ("translate {one}", "a run is a folder"),
-    ("translate {folder}", "is no run: it has no config.json"),
+    ("translate {folder}", "is not a run: it has no config.json"),
     ("translate {newer}", "has format 99.*Install a newer"),
     ("translate {untrained}", "holds no checkpoint yet"),
     ("translate {run} --step 7", "no checkpoint of step 7; it has 2, 1"),
@@ -237,7 +237,7 @@ ERRORS = [
     ("plot positions --output {tmp}/map.html", "must end in .png, .svg, .pdf; got"),
     ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
-    ("plot curves {folder} --output {tmp}/map.png", "is no run"),
+    ("plot curves {folder} --output {tmp}/map.png", "is not a run"),
     ("translate {run} --min-length 3000000000", "at most 100,000; got '3000000000'"),
 ]
 
@@ -532,7 +532,7 @@ def test_evaluation_measures_and_says_what_was_used(call, places, mirror, one_na
 def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirror, one_nat):
     line = "evaluate {run} --source {four} --reference {four} --tokenize char --lowercase --step 1"
     _, out, _ = call(line)
-    for part in ("run, step 1", "4 pairs; 0 with", "beam size 2", "tokenizer: char, as asked for",
+    for part in ("run, step 1", "4 pairs; 0 with", "beam size 2", "tokenizer: char, as requested",
                  "|case:lc|", "chrF2|", "exact match = 0.0 % of 4", "perplexity = 2.718",
                  "sentences/s", "tokens/s"):  # fmt: skip
         assert part in out, part

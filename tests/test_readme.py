@@ -21,14 +21,16 @@ def test_the_python_of_the_readme_runs(number, tmp_path, monkeypatch):
     exec(compile(PYTHON[number], f"README.md, example {number + 1}", "exec"), {})
 
 
-def test_there_is_an_example_for_each_who_writes_python():
-    assert len(PYTHON) >= 2
+def test_trainer_researcher_and_translator_have_an_example_of_at_most_ten_lines():
+    assert len(PYTHON) == 3
+    for name, block in zip(("train", "Transformer", "Translator"), PYTHON, strict=True):
+        assert re.search(rf"import .*\b{name}\b", block)
+        assert len([line for line in block.splitlines() if line.strip()]) <= 10
 
 
 def test_every_file_the_readme_names_is_there():
-    names = re.findall(r"\]\(([^)#:]+)\)", README)
-    names += re.findall(r"configs/\w+\.py", README)
-    assert len(names) >= 4
+    names = re.findall(r"configs/\w+\.py", README)  # links: see test_docs.py
+    assert len(names) >= 2
     for name in names:
         assert (ROOT / name).exists(), name
 
@@ -41,7 +43,7 @@ def test_every_box_of_figure_1_has_its_file_in_the_readme():
 
 def test_every_command_of_the_readme_is_one():
     commands = re.findall(r"flaxformer-min ([a-z]+)", README)
-    assert {"translate", "score", "evaluate", "plot"} == set(commands)
+    assert {"translate", "score", "evaluate", "plot"} <= set(commands)
     for command in set(commands):
         done = subprocess.run(
             [sys.executable, "-m", "flaxformer_min", command, "--help"], capture_output=True

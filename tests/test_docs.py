@@ -1,0 +1,293 @@
+"""The documents are true: options and defaults, code, commands, links, quoted messages."""
+
+import argparse
+import ast
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import make_tiny_run
+
+import flaxformer_min
+from flaxformer_min.cli.arguments import make_parser
+from flaxformer_min.cli.train import Arguments, read_arguments
+from flaxformer_min.config import Config
+from flaxformer_min.runtime.distributed import Distributed
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted(DOCS.glob("*.md"))]
+ALL_PAGES = [*PAGES, *sorted((DOCS / "log").glob("*.md")), *sorted(ROOT.glob("C*.md"))]
+REFERENCE = (DOCS / "command_line.md").read_text(encoding="utf-8")
+RUN_ELSEWHERE = {"README.md": "test_readme.py", "extending.md": "test_extending.py"}
+MAY_BE_WIDE = {"extending.md", "reliability.md"}
+COMMAND_NAMES = set(make_parser()._subparsers._group_actions[0].choices)
+LONGEST_LINE, README_LINES, PICTURE_BYTES = 120, 160, 300_000
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def prose_of(page):
+    """A page without its fenced code."""
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+
+
+# The reference of the command line
+
+
+def options_of(parser, command="flaxformer-min"):
+    """(command, option) of all commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from options_of(inner, f"{command} {name}")
+        elif action.option_strings and "--help" not in action.option_strings:
+            yield command, action
+
+
+def entries_of(section):
+    """What a section of the reference lists: {"--beam-size N": "default: ..."}."""
+    text = re.split("\n## ", REFERENCE.split(f"\n## `{section}`\n")[1])[0]
+    items = (" ".join(item.split()) for item in re.split(r"\n- ", text)[1:])
+    return dict(
+        re.match(r"`([^`]+)` \((.*?)\): ", item).groups() for item in items if item[0] == "`"
+    )
+
+
+def default_in_help(option):
+    found = re.findall(r"\(((?:default: |no default).*?)\)", option.help)
+    assert len(found) == 1, option.help
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "command, option",
+    list(options_of(make_parser())),
+    ids=lambda each: getattr(each, "dest", each),
+)
+def test_the_reference_has_every_option_with_the_default_of_its_help(command, option):
+    entries = entries_of(command.split()[1])
+    typed = " ".join([option.option_strings[0], *filter(None, [option.metavar])])
+    assert entries[typed] == default_in_help(option)
+
+
+def test_the_reference_has_no_option_that_is_none():
+    known = {}
+    for command, option in options_of(make_parser()):
+        known.setdefault(command.split()[1], set()).add(option.option_strings[0])
+    for section, options in known.items():
+        assert {typed.split()[0] for typed in entries_of(section)} == options
+
+
+def shown(value):
+    if isinstance(value, bool) or value is None or value == "":
+        return {None: "none", "": "empty", True: "on", False: "off"}[value]
+    return f"`{value}`"
+
+
+def test_the_reference_has_every_setting_of_training_with_its_default():
+    """As `Config()` has it, and whether a run may change it."""
+    expected = {}
+    groups = {field.name: field.type for field in dataclasses.fields(Config)}
+    for group, kind in {**groups, "distributed": Distributed}.items():
+        for field in dataclasses.fields(kind):
+            may_change = ", may change" if field.metadata.get("may_change") else ""
+            option = f"--{group}.{field.name.replace('_', '-')}"
+            expected[option] = f"default: {shown(field.default)}{may_change}"
+    expected["--workdir"] = "default: `runs/` and the name of the config"
+    profile = Arguments.__dataclass_fields__["profile"].default
+    expected["--profile"] = f"default: {shown(profile)}"
+    assert entries_of("train") == expected
+
+
+def test_every_command_has_a_section_and_every_section_a_command():
+    assert set(re.findall(r"^## `(\w+)`$", REFERENCE, re.MULTILINE)) == COMMAND_NAMES
+
+
+# Code and commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_python_of_a_page_runs_unless_its_fence_says_notest(page, tmp_path, monkeypatch):
+    """From top to bottom, where the default job has left its run."""
+    fences = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", read(page), re.MULTILINE)
+    assert {fence for fence, _ in fences} <= {"python", "python notest", "text", "bibtex"}
+    blocks = [block for fence, block in fences if fence == "python"]
+    if page.name in RUN_ELSEWHERE:
+        assert name_of(page) in read(ROOT / "tests" / RUN_ELSEWHERE[page.name])
+        return
+    if page.name == "README.ko.md":
+        original = re.findall(r"```python\n(.*?)```", read(ROOT / "README.md"), re.DOTALL)
+        # Comments are translated, code is not.
+        assert [ast.dump(ast.parse(block)) for block in blocks] == [
+            ast.dump(ast.parse(block)) for block in original
+        ]
+        return
+    if not blocks:
+        return
+    make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def commands_of(page):
+    """(page, command, arguments) of the indented blocks and of the code in the prose."""
+    text = re.sub(r"\\\n\s*", " ", prose_of(page))
+    lines = re.findall(r"^    (.*)$", text, re.MULTILINE)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+    for line in lines:
+        typed = re.search(r"(flaxformer-min|python train\.py)( .*|$)", line)
+        if typed and not re.search(r"COMMAND|\[| \| ", typed[0]):  # those are patterns of usage
+            words = shlex.split(typed[2], comments=True)
+            if typed[1] == "python train.py":
+                words = ["train", *words]
+            if words:
+                yield page, words[0], words[1:]
+
+
+COMMANDS = [each for page in PAGES for each in commands_of(page)]
+
+
+@pytest.mark.parametrize(
+    "page, command, arguments", COMMANDS, ids=lambda each: getattr(each, "name", str(each))
+)
+def test_every_command_of_a_page_can_be_typed(page, command, arguments, tmp_path, monkeypatch):
+    """It is parsed, not run. A command without arguments is only named."""
+    monkeypatch.chdir(ROOT)
+    assert command in COMMAND_NAMES
+    if command == "train":
+        arguments = [existing_config(each, tmp_path) for each in arguments]
+        assert isinstance(read_arguments(arguments, "train.py"), Arguments)
+    elif arguments:
+        make_parser().parse_args([command, *arguments])
+
+
+def existing_config(argument, folder):
+    """A file in place of one that the reader has."""
+    if argument.endswith("/config.json"):
+        (folder / "config.json").write_text(Config().to_json())
+        return str(folder / "config.json")
+    if argument == "configs/mine.py":
+        return "configs/multi30k_en_de.py"
+    return argument
+
+
+def test_the_pages_show_many_commands():
+    """Otherwise the test above does not find them."""
+    assert len(COMMANDS) > 30
+
+
+# Messages
+
+
+def texts_of_the_package():
+    """All string literals, adjacent ones joined and values in braces left out."""
+    for path in Path(flaxformer_min.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+                )
+
+
+def test_the_messages_that_troubleshooting_quotes_are_those_of_the_package():
+    page = read(DOCS / "troubleshooting.md")
+    quoted = [" ".join(each.split()) for each in re.findall(r"“(.*?)”", page, re.DOTALL)]
+    known = "\n".join(" ".join(text.split()) for text in texts_of_the_package())
+    assert len(quoted) > 10
+    for message in quoted:
+        for part in message.split("..."):
+            assert part.strip(" .") in known, message
+
+
+# Form
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_line_of_a_page_is_longer_than_a_screen_is_wide(page):
+    lines = enumerate(read(page).splitlines(), start=1)
+    wide = [number for number, line in lines if len(line) > LONGEST_LINE]
+    assert not wide or page.name in MAY_BE_WIDE
+
+
+def test_the_readme_is_read_in_five_minutes():
+    for name in ("README.md", "README.ko.md"):
+        assert len(read(ROOT / name).splitlines()) <= README_LINES
+
+
+def anchors_of(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {text.replace(" ", "-") for text in words}
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    links += re.findall(r'(?:src|href)="([^"]+)"', prose_of(page))
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors_of(target), link
+
+
+def test_pictures_are_small_and_each_is_shown():
+    shown_somewhere = "".join(read(page) for page in ALL_PAGES)
+    for picture in (DOCS / "images").iterdir():
+        assert picture.stat().st_size < PICTURE_BYTES
+        assert picture.name in shown_somewhere
+
+
+def results_of(page):
+    """The rows of the table of results of a README: (row, linked pages)."""
+    table = [line for line in read(page).splitlines() if line.startswith("|") and "docs/" in line]
+    for line in table:
+        links = re.findall(r"\]\((docs/(?:results|performance)\.md)[^)]*\)", line)
+        if links:
+            yield re.sub(r"\]\(.*?\)", "", line), links
+
+
+def test_every_figure_among_the_results_of_the_readme_is_in_the_page_it_links_to():
+    rows = list(results_of(ROOT / "README.md"))
+    assert len(rows) >= 4
+    for row, links in rows:
+        linked = "".join(read(ROOT / link) for link in links)
+        for figure in re.findall(r"\d[\d,]*\.?\d*", row):
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}", linked), (figure, row)
+
+
+def test_both_languages_report_the_same_results():
+    figures = [
+        [re.findall(r"\d[\d,]*\.\d+", row) for row, _ in results_of(ROOT / name)]
+        for name in ("README.md", "README.ko.md")
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_the_citation_names_this_version_and_licence():
+    import yaml
+
+    citation = yaml.safe_load(read(ROOT / "CITATION.cff"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == flaxformer_min.__version__
+    assert citation["license"] in read(ROOT / "pyproject.toml")
+    assert citation["authors"] and citation["title"]
