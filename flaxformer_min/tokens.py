@@ -38,8 +38,8 @@ def one_sentence_per_row(ids: Int[Array, "*batch length"]) -> Tokens:
     >>> one_sentence_per_row(jnp.array([7, 8, EOS, PAD])).segments
     Array([1, 1, 1, 0], dtype=int32)
     """
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=ids.dtype), ids.shape)
-    return Tokens(ids, positions, (ids != PAD).astype(ids.dtype))
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    return Tokens(ids.astype(jnp.int32), positions, (ids != PAD).astype(jnp.int32))
 
 
 def shift_right(target: Tokens) -> Tokens:

@@ -5,6 +5,7 @@ devices are used: a batch is split among accelerators, while each CPU core has b
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -274,7 +275,7 @@ def _search(
         partial(_decode_step, models, params),
         _reorder,
         caches,
-        Prefix(first_tokens(prefix), (prefix != PAD).sum(1), log_prob),
+        Prefix(first_tokens(prefix), (prefix != PAD).sum(1, dtype=jnp.int32), log_prob),
         max_length,
         steps=steps,
         capacities=capacities,
@@ -334,7 +335,7 @@ def _log_mean_probability(log_probs: list) -> Any:
     """Return the logarithm of the models' mean probability."""
     if len(log_probs) == 1:
         return log_probs[0]
-    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - np.log(len(log_probs))
+    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
 
 
 def bucket(length: int, sizes: Sequence[int]) -> int:

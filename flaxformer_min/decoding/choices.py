@@ -87,7 +87,7 @@ def top_k_tokens(
     block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), min(count, maxima.size))[1])
     parent = jnp.repeat(block // maxima.shape[1], size)
     start = block % maxima.shape[1] * size
-    token = (start[:, None] + jnp.arange(size)[None, :]).reshape(-1)
+    token = (start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]).reshape(-1)
     within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
     within = jnp.where(token >= FIRST_REGULAR_ID, within, -jnp.inf)
     best, index = jax.lax.top_k(joint(base[parent], within), min(count, within.size))
@@ -163,7 +163,8 @@ def sample_token(
     >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
     Array(1, dtype=int32)
     """
-    tempered, token = log_probs / sampling.temperature, jnp.arange(log_probs.size)
+    tempered = log_probs / sampling.temperature
+    token = jnp.arange(log_probs.size, dtype=jnp.int32)
     if sampling.top_k is not None:
         tempered, token = jax.lax.top_k(tempered, min(sampling.top_k, log_probs.size))
     share = jax.nn.softmax(tempered)
@@ -172,7 +173,7 @@ def sample_token(
     # Inverse transform sampling, because a random number per token (Gumbel) takes four times as
     # long. The target is above 0, so a token without a share is never drawn, however sums round.
     reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)
-    target = (1.0 - jax.random.uniform(key)) * reached.max()
+    target = (1.0 - jax.random.uniform(key, dtype=jnp.float32)) * reached.max()
     return token[jnp.argmax(reached >= target)]
 
 
@@ -187,12 +188,12 @@ def choose_random(
 ) -> Choice:
     """Sample a token for each hypothesis independently; EOS ends the hypothesis."""
     beam, vocab = logits.shape
-    token = jnp.arange(vocab)
+    token = jnp.arange(vocab, dtype=jnp.int32)
     allowed = jnp.where(token == EOS, may_end, (token >= FIRST_REGULAR_ID) & ~must_end)
     masked = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
     drawn = jax.vmap(partial(sample_token, sampling=sampling))(masked, keys)
-    parent = jnp.arange(beam)
+    parent = jnp.arange(beam, dtype=jnp.int32)
     total = joint(base, masked[parent, drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)
     return Choice(ended, parent, drawn, jnp.where(drawn == EOS, -jnp.inf, total))

@@ -72,7 +72,8 @@ def no_prefix(batch: int) -> Prefix:
     >>> no_prefix(2).last
     Array([2, 2], dtype=int32)
     """
-    return Prefix(jnp.full(batch, BOS, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.zeros(batch))
+    none = jnp.zeros(batch, jnp.int32)
+    return Prefix(jnp.full(batch, BOS, jnp.int32), none, jnp.zeros(batch, jnp.float32))
 
 
 class Hypotheses(NamedTuple):
@@ -306,7 +307,7 @@ def _finish_in_groups(
         return number + 1, all_finished
 
     return jax.lax.while_loop(
-        lambda progress: progress[0] * few < is_alive.sum(),
+        lambda progress: progress[0] * few < is_alive.sum(dtype=jnp.int32),
         finish_group,
         (jnp.int32(0), state.finished),
     )[1]
@@ -333,7 +334,7 @@ def _begin(prefix: Prefix, steps: int, slots: int, n_best: int) -> tuple[Alive, 
     batch = prefix.last.shape[0]
     token = jnp.broadcast_to(prefix.last[:, None], (batch, slots))
     log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, slots))
-    nothing = jnp.full((batch, n_best), -jnp.inf)
+    nothing = jnp.full((batch, n_best), -jnp.inf, jnp.float32)
     finished = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
     return Alive(token, log_prob, jnp.full((batch, slots, steps), PAD, jnp.int32)), finished
 

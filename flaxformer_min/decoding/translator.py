@@ -244,7 +244,9 @@ class Translator:
             target = self._best_text(source_ids) if source.strip() else ""
         encoded = self.target_tokenizer.encode_batch([target])
         target_ids = self._truncate(encoded, "target line", 1)[0]
-        both = [one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)]
+        both = [
+            one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)
+        ]
         _, state = self.models[0].apply(
             {"params": self.runner.params[0]}, Batch(*both), mutable=["intermediates"]
         )

@@ -1,5 +1,6 @@
 """Residual connection and layer norm around each sub-layer (sections 3.1 and 5.4)."""
 
+import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -7,6 +8,15 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 
 EPSILON = 1e-6
+
+
+class LayerNorm(nn.LayerNorm):
+    """Flax's layer norm, which mixes types itself, whatever promotion of types is chosen."""
+
+    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+        """Return `x` with mean 0 and variance 1 over d_model, scaled and shifted."""
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x)
 
 
 class AddAndNorm(nn.Module):
@@ -22,7 +32,7 @@ class AddAndNorm(nn.Module):
 
     def setup(self):
         """Create the norm and the dropout."""
-        self.norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
+        self.norm = LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
         self.dropout = Dropout(self.config.dropout)
 
     def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:

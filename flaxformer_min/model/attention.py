@@ -148,10 +148,10 @@ class KeyValue(NamedTuple):
         >>> empty.pad(2).store(new, jnp.int32(1)).values.ravel()
         Array([0., 1., 1.], dtype=float32)
         """
-        update = jax.lax.dynamic_update_slice_in_dim
+        update, zero = jax.lax.dynamic_update_slice, jnp.zeros_like(position)
         return KeyValue(
-            update(self.transposed_keys, new.transposed_keys, position, axis=3),
-            update(self.values, new.values, position, axis=2),
+            update(self.transposed_keys, new.transposed_keys, (zero, zero, zero, position)),
+            update(self.values, new.values, (zero, zero, position, zero)),
         )
 
     def pad(self, positions: int) -> "KeyValue":

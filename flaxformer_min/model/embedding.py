@@ -22,7 +22,7 @@ class Embedding(nn.Module):
         """Create the table: standard deviation 1/√d_model, so that scaled values are near 1."""
         d_model = self.config.d_model
         self.table = self.param(
-            "table", nn.initializers.normal(d_model**-0.5), (self.vocab_size, d_model)
+            "table", nn.initializers.normal(d_model**-0.5), (self.vocab_size, d_model), jnp.float32
         )
         self.positional_encoding = PositionalEncoding(self.config, self.position_function)
         self.dropout = Dropout(self.config.dropout)
@@ -48,6 +48,7 @@ class OutputProjection(nn.Module):
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32."""
         shape = (x.shape[-1], self.vocab_size)
-        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape).astype(x.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,))
+        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
+        kernel = kernel.astype(x.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), jnp.float32)
         return project(x, kernel) + bias[None, None, :]

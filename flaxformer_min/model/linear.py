@@ -29,7 +29,7 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         """Return `features` values for each token."""
         shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         x, kernel, bias = (jnp.asarray(each, self.dtype) for each in (x, kernel, bias))
         return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)

@@ -124,10 +124,11 @@ class Transformer(nn.Module):
         columns = length + capacity
         shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
         empty = KeyValue.of(*(jnp.zeros(shape, config.dtype),) * 2)
-        ancestors = jnp.full((batch, beam_size, columns), UNFILLED)
+        ancestors = jnp.full((batch, beam_size, columns), UNFILLED, jnp.int32)
         if not length:
-            cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), prefix.sum(1))
-            return cache, jnp.zeros((batch, 0))
+            positions = jnp.zeros(batch, jnp.int32)
+            cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), positions)
+            return cache, jnp.zeros((batch, 0), jnp.float32)
         tokens = one_sentence_per_row(prefix)
         x, prefix_kv = self._decode_all(shift_right(tokens), cross)
         log_probs = jax.nn.log_softmax(self.logits(x))
@@ -141,8 +142,9 @@ class Transformer(nn.Module):
             for new in prefix_kv
         )
         ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
-        cache = Cache(filled, ancestors, jnp.int32(length), tokens.segments.sum(1))
-        return cache, chosen * tokens.segments
+        lengths = tokens.segments.sum(1, dtype=jnp.int32)
+        cache = Cache(filled, ancestors, jnp.int32(length), lengths)
+        return cache, chosen * tokens.segments.astype(jnp.float32)
 
     def decode_step(
         self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
@@ -153,9 +155,12 @@ class Transformer(nn.Module):
         are the queries of one attention over the tokens of all of them, and the mask keeps them
         apart. There may be fewer of them than the cache has slots.
         """
-        slots = jnp.arange(cache.ancestors.shape[1])
+        slots = jnp.arange(cache.ancestors.shape[1], dtype=jnp.int32)
         newest = jnp.broadcast_to(slots[None, : tokens.shape[1], None], (*tokens.shape, 1))
-        ancestors = jax.lax.dynamic_update_slice(cache.ancestors, newest, (0, 0, cache.column))
+        zero = jnp.zeros_like(cache.column)
+        ancestors = jax.lax.dynamic_update_slice(
+            cache.ancestors, newest, (zero, zero, cache.column)
+        )
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
         x, self_attention_kv = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
@@ -184,6 +189,6 @@ def first_tokens(prefix: Int[Array, "batch prefix"]) -> Int[Array, " batch"]:
     >>> first_tokens(jnp.array([[5, 6, 0], [0, 0, 0]]))
     Array([6, 2], dtype=int32)
     """
-    length = (prefix != 0).sum(1)
-    padded = jnp.concatenate([jnp.full((prefix.shape[0], 1), BOS), prefix], axis=1)
+    length = (prefix != 0).sum(1, dtype=jnp.int32)
+    padded = jnp.concatenate([jnp.full((prefix.shape[0], 1), BOS, prefix.dtype), prefix], axis=1)
     return jnp.take_along_axis(padded, length[:, None], axis=1)[:, 0]

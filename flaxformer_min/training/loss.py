@@ -58,7 +58,7 @@ def score_token(
     return Sums(
         loss,
         jax.vmap(smoothed_cross_entropy, (0, None, None))(logits, label, 0.0).mean(),
-        (logits[:, label] >= logits.max(-1)).mean(),
+        (logits[:, label] >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )
 
@@ -139,7 +139,9 @@ def _sum_over_chunks(
         return sums, (of_weights, of_hidden_states)
 
     def backward(gradients: tuple, factor: Sums) -> tuple:
-        return jax.tree.map(lambda gradient: factor.loss * gradient, gradients)
+        return jax.tree.map(
+            lambda gradient: factor.loss.astype(gradient.dtype) * gradient, gradients
+        )
 
     total.defvjp(forward, backward)
     return total(weights, hidden_states)

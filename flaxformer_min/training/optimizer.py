@@ -1,5 +1,8 @@
 """Adam with the paper's settings (section 5.3)."""
 
+from typing import Any
+
+import jax
 import optax
 
 from flaxformer_min.config import TrainingConfig
@@ -13,6 +16,11 @@ def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
     the updates applied: a skipped step leaves it as it was.
     """
     adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_epsilon)
-    if config.clip_norm is None:
-        return adam
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)
+    if config.clip_norm is not None:
+        adam = optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes types
+            return adam.update(gradients, state, params)
+
+    return optax.GradientTransformation(adam.init, update)

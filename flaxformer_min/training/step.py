@@ -130,6 +130,7 @@ def moving_average(average: Params, params: Params, step: Int[Array, ""], decay:
     >>> moving_average(jnp.float32(0), jnp.float32(1), jnp.int32(0), 0.999)
     Array(0.9, dtype=float32)
     """
+    step = step.astype(jnp.float32)
     kept = jnp.minimum(decay, (1 + step) / (10 + step))
     return jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, average, params)
 
@@ -168,7 +169,7 @@ def make_train_step(
             "positions": jax.lax.psum(jnp.float32(sum(each.size for each in sides)), "devices"),
             "gradient_norm": norm,
             "learning_rate": rate(state.step),
-            "skipped": 1.0 - finite,
+            "skipped": (~finite).astype(jnp.float32),
         }
         return _updated(state, gradients, finite, optimizer, rate, training), metrics
 
@@ -198,7 +199,7 @@ def _sum_of_batches(
         return jax.tree.map(jnp.add, total, of_batch(*numbered)), None
 
     zero = jax.tree.map(jnp.zeros_like, state.params), Sums(*(jnp.float32(0.0),) * 4)
-    numbers = jnp.arange(config.gradient_accumulation)
+    numbers = jnp.arange(config.gradient_accumulation, dtype=jnp.int32)
     return jax.lax.scan(accumulate, zero, (numbers, batch))[0]
 
 

@@ -1,0 +1,130 @@
+"""Under jax_enable_x64 and strict promotion of types everything works, with float32 parameters."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
+from flaxformer_min.decoding.batching import Options, _search
+from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Batch, Tokens
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.step import TrainState, make_train_step
+
+TESTS = Path(__file__).parent
+
+MODELS = [
+    {},
+    {"norm": "pre", "embeddings": "separate", "source_vocab_size": 30, "dropout": 0.1},
+    {"positional_encoding": "learned", "max_positions": 64, "dtype": "bfloat16"},
+    {"positional_encoding": "halves", "attention": "fused", "feed_forward_dropout": 0.1},
+]
+
+SEARCHES = [Options(), Options(beam_size=1), Options(sampling=Sampling(0.5, 5, 0.9))]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    """The two settings of jax that a program may have chosen before it imports this package."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def shapes_of(model):
+    row = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
+    return jax.eval_shape(model.init, jax.random.key(0), batch)["params"]
+
+
+def dtypes(tree):
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("settings", MODELS)
+def test_parameters_are_float32(settings):
+    config = ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2, **settings)
+    assert dtypes(shapes_of(Transformer(config))) == {"float32"}
+
+
+@pytest.mark.parametrize("settings", MODELS)
+def test_a_training_step_keeps_every_type(settings):
+    model = ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2, **settings)
+    training = TrainingConfig(
+        gradient_accumulation=2, clip_norm=1.0, ema_decay=0.9, cooldown_steps=2, steps=9
+    )
+    config = Config(DataConfig(), model, training)
+    params = shapes_of(Transformer(model))
+    state = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32),
+        params,
+        jax.eval_shape(make_optimizer(training).init, params),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        params,
+    )
+    row = jax.ShapeDtypeStruct((2, 2, 2, 8), jnp.int32)
+    batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
+    after, metrics = jax.eval_shape(make_train_step(Transformer(model), config), state, batch)
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [
+        leaf.dtype for leaf in jax.tree.leaves(state)
+    ]
+    assert dtypes(metrics) == {"float32"}
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize("options", SEARCHES)
+def test_a_search_can_be_traced(options, prefix):
+    config = ModelConfig(90, num_layers=1, d_model=8, d_ff=8, num_heads=2)
+    model = Transformer(config)
+    integers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    found = jax.eval_shape(
+        lambda params, *arrays: _search([model], params, *arrays, options=options, max_positions=0),
+        [shapes_of(model)],
+        integers((20, 40)),
+        integers((20,)),
+        integers((20,)),
+        jax.ShapeDtypeStruct((20, 2), jnp.uint32),
+        *([integers((20, prefix))] if prefix else []),
+    )
+    assert dtypes(found) == {"float32", "int32"}
+
+
+PROGRAM = """
+import dataclasses, sys
+import jax
+from pathlib import Path
+from flaxformer_min import Translator, train
+from flaxformer_min.runs.restore import restore_params
+from training_jobs import small_config
+
+assert jax.numpy.arange(1).dtype == "int64"
+config = small_config(Path(sys.argv[1]), validation_sentences=2)
+short = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=6))
+run = Path(sys.argv[1]) / "run"
+assert train(short, run).step == 6
+result = train(config, run)
+assert result.step == 9, "it must continue"
+params = restore_params(run / "checkpoints")[1]
+assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"float32"}
+translator = Translator.load(run)
+assert len(translator.translate(["one two", ""])) == 2
+assert len(translator.attention("one two").source_tokens) > 1
+print(translator.score([("one", "uno")])[0].log_prob)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_continued_and_used(tmp_path):
+    settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        check=True,
+        env={**os.environ, **settings, "PYTHONPATH": paths},
+    )
