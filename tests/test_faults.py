@@ -1,5 +1,7 @@
 """What a hostile or unlucky user does to the program, and what it does then."""
 
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -7,14 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from tiny_run import make_tiny_run
-from training_jobs import write_config
+from training_jobs import small_config, write_config
 
 from flaxformer_min import cli
+from flaxformer_min.experiment.run import train
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.signals import InterruptOnSignal, StopRequest
-from flaxformer_min.training.metrics import read_metrics
+from flaxformer_min.training.metrics import MetricsLog, Window, read_metrics
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,3 +143,61 @@ def test_training_saves_when_its_terminal_is_closed(tmp_path):
     assert status == 128 + signal.SIGHUP
     saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
     assert max(saved) >= 8 and max(saved) % 100_000
+
+
+# Metrics of steps that learned nothing.
+
+
+def strict_json(line):
+    """A record of metrics, which must be JSON as its standard says: without NaN and Infinity."""
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+NOTHING = dict.fromkeys(("loss", "accuracy", "gradient_norm"), float("nan"))
+COUNTS = {"positions": 8.0, "real": 6.0, "tokens": 3.0, "learning_rate": 0.1}
+
+
+def test_a_window_of_skipped_steps_has_no_loss_instead_of_a_perfect_one():
+    window = Window()
+    for _ in range(2):
+        window.add({**NOTHING, **COUNTS, "skipped": 1.0})
+    line = window.close()
+    assert [line[name] for name in NOTHING] == [None] * 3
+    assert line["skipped"] == 2 and line["padding"] == 0.25
+    window.add({**dict.fromkeys(NOTHING, 0.5), **COUNTS, "skipped": 0.0})
+    window.add({**NOTHING, **COUNTS, "skipped": 1.0})
+    assert window.close()["loss"] == 0.5
+
+
+def test_metrics_are_json_whatever_was_measured(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "events", 0)
+    log.write(1, {"validation_loss": float("nan"), "perplexity": float("inf"), "bleu": 2.5})
+    log.write(2, {"loss": None})
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert strict_json(lines[0]) == {
+        "step": 1,
+        "validation_loss": None,
+        "perplexity": None,
+        "bleu": 2.5,
+    }
+    assert strict_json(lines[1]) == {"step": 2, "loss": None}
+
+
+def test_nan_in_the_metrics_of_an_earlier_version_is_null_once_the_run_continues(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "events", 1).close()
+    assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
+
+
+@pytest.mark.slow
+def test_steps_that_learn_nothing_are_told_as_such(tmp_path, caplog):
+    """A loss of infinity: every step is skipped, and the run ends with what it began with."""
+    config = small_config(tmp_path, steps=4, log_every=2, validate_every=4)
+    with caplog.at_level(logging.INFO, "flaxformer_min"):
+        train(config, tmp_path / "run", token_loss=lambda logits, label: logits[0] * jnp.inf)
+    told = [text for text in caplog.messages if text.startswith("step ")]
+    assert len(told) == 2 and all("nothing learned" in text for text in told)
+    assert not any("loss 0.000" in text for text in told)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        strict_json(line)

@@ -318,5 +318,5 @@ class Job:
         return {
             name.removeprefix(prefix): value
             for name, value in scores.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and value is not None
         }

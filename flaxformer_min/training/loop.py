@@ -228,12 +228,17 @@ def selection_metric(scores: Mapping[str, float], best_by: str) -> Metric | None
     return Metric(name, value) if math.isfinite(value) else None
 
 
-def _format_metrics(step: int, steps: int, line: Mapping[str, float]) -> str:
+def _format_metrics(step: int, steps: int, line: Mapping[str, float | None]) -> str:
     left = (steps - step) / line["steps_per_second"] if line["steps_per_second"] else 0
     skipped = f"  skipped {line['skipped']:.0f}" if line["skipped"] else ""
+    learned = (
+        "nothing learned  "
+        if line["loss"] is None
+        else f"loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
+    )
+    norm = "" if line["gradient_norm"] is None else f"gradient norm {line['gradient_norm']:.2f}  "
     return (
-        f"step {step:,}/{steps:,}  loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
-        f"learning rate {line['learning_rate']:.2e}  gradient norm {line['gradient_norm']:.2f}  "
+        f"step {step:,}/{steps:,}  {learned}learning rate {line['learning_rate']:.2e}  {norm}"
         f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
         f"padding {line['padding']:.1%}  {timedelta(seconds=int(left))} left" + skipped
     )

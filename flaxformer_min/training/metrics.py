@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,12 +38,13 @@ class Window:
         self._tokens += metrics["tokens"]
         self._steps += 1
 
-    def close(self) -> dict[str, float]:
-        """Return the metrics of the window, and start a new one."""
+    def close(self) -> dict[str, float | None]:
+        """Return the metrics of the window, None if all steps were skipped; start a new one."""
         sums, seconds = self.sums, max(time.perf_counter() - self._since, 1e-9)
-        learned = max(sums["learned"], 1)
+        learned = sums["learned"]
         line = {
-            name: sums.get(name, 0.0) / learned for name in ("loss", "accuracy", "gradient_norm")
+            name: sums[name] / learned if learned else None
+            for name in ("loss", "accuracy", "gradient_norm")
         }
         line |= {
             "learning_rate": sums["learning_rate"],
@@ -76,8 +78,10 @@ class MetricsLog:
         event = Event(wall_time=time.time(), step=resumed_from + 1, session_log=start)
         self._events.write_event(event)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write a record, and flush it, so that it survives if the process is killed.
+
+        What is None or not finite is null in JSON, and missing in TensorBoard.
 
         Raises OSError if the disk is full.
         """
@@ -87,9 +91,12 @@ class MetricsLog:
         from tensorboardX.summary import scalar
 
         try:
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            numbers = {name: finite_or_none(value) for name, value in metrics.items()}
+            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
-            for name, value in metrics.items():
+            for name, value in numbers.items():
+                if value is None:
+                    continue
                 event = Event(wall_time=time.time(), step=step, summary=scalar(name, value))
                 self._events.write_event(event)
             self._events.flush()
@@ -108,13 +115,23 @@ class MetricsLog:
                 self._events.close()
 
 
+def finite_or_none(value: float | None) -> float | None:
+    """Return the number, or None if it is NaN or infinite, for which JSON has no number.
+
+    >>> finite_or_none(2.5), finite_or_none(float("nan"))
+    (2.5, None)
+    """
+    return value if value is not None and math.isfinite(value) else None
+
+
 def read_metrics(jsonl: Path) -> list[dict]:
     """Return the records of a run, oldest first. Invalid lines are skipped."""
     text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
     records = []
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            records.append(json.loads(line))
+            # Earlier versions wrote NaN, which is not JSON.
+            records.append(json.loads(line, parse_constant=lambda name: None))
     return [
         record
         for record in records
