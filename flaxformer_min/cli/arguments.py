@@ -1,4 +1,4 @@
-"""What may be typed: every command, its options, and what `--help` says of them."""
+"""The argument parser: every command, its options and their help."""
 
 import argparse
 import math
@@ -16,10 +16,10 @@ OWN = "default: the run's own setting"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake as this program tells all of them, and takes no flag that is cut short."""
+    """A parser that raises ValueError and does not accept abbreviated options."""
 
     def __init__(self, **settings: Any):
-        """Of argparse's own settings."""
+        """Take the settings of argparse."""
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> None:
@@ -27,15 +27,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The commands, their arguments and what `--help` says of them."""
+    """Return the parser of all commands."""
     parser = _Parser(prog="flaxformer-min", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # Its options are generated from the settings: see cli/train.py.
+    # Only for --help: `main` passes its arguments to cli/train.py.
     _add_command(commands, "train", "train a model, or continue a run")
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)
-    plots = _add_command(commands, "plot", "draw attention, positions or the curves of training")
+    plots = _add_command(commands, "plot", "draw attention, positional encodings or curves")
     plots = plots.add_subparsers(title="what to plot", metavar="WHAT", required=True)
     _add_plots(plots)
     return parser
@@ -43,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 # fmt: off
 def _add_command(commands: Any, name: str, purpose: str, run: Callable | None = None) -> _Parser:
-    parser = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+    description = f"{purpose[0].upper()}{purpose[1:]}."
+    parser = commands.add_parser(name, help=purpose, description=description)
     parser.set_defaults(command=run)
     return parser
 
@@ -53,84 +54,85 @@ def _add_translate(commands: Any) -> None:
     parser = _add_command(commands, "translate", purpose, translate)
     add = parser.add_argument
     _add_runs(parser)
-    add("--input", metavar="FILE", help="read lines from here (default: stdin)")
-    add("--output", metavar="FILE", help="write here, whole or not at all (default: stdout)")
+    add("--input", metavar="FILE", help="read lines from this file (default: stdin)")
+    add("--output", metavar="FILE", help="write to this file, atomically (default: stdout)")
     _add_search(parser)
     add("--n-best", type=_number(int, at_least=1), default=1, metavar="N",
-        help="translations of each line; always N lines for one, the last of them empty where "
-        "fewer were found (default: 1)")
+        help="translations of each line, best first; always N output lines, the last ones empty "
+        "if fewer were found (default: 1)")
     add("--prefix-file", metavar="FILE",
-        help="how each translation must begin, line by line, empty where it need not "
+        help="how each translation must begin, line by line; an empty line for no constraint "
         "(default: no prefixes)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--scores", action="store_true",
         help="write score, log-probability in nats and text, separated by tabs "
         "(default: the text)")
     form.add_argument("--json", action="store_true",
-        help="write one JSON object a line: line, source and hypotheses, each of them with text, "
+        help="write one JSON object per line: line, source and hypotheses, each with text, "
         "log_prob and score (default: the text)")
     _add_sampling(parser)
     _add_device(parser)
     add("--verbose", action="store_true",
-        help="tell speed and compilations on stderr at the end (default: warnings only)")
+        help="print speed and compilations on stderr at the end (default: warnings only)")
 
 
 def _add_score(commands: Any) -> None:
-    purpose = "tell how likely given translations are: log-probability in nats, pair by pair"
+    purpose = "print the log-probability of given translations in nats"
     parser = _add_command(commands, "score", purpose, score)
     add = parser.add_argument
     add("runs", metavar="RUN", nargs=1, help="the folder of a run")
     add("source", metavar="SOURCE", help="file of sentences")
     add("target", metavar="TARGET", help="file of their translations, line by line")
     add("--per-token", action="store_true",
-        help="behind the log-probability of the pair write each token and its log-probability, "
-        "separated by tabs (default: of the pair alone)")
+        help="write each token and its log-probability after that of the pair, separated by tabs "
+        "(default: that of the pair only)")
     add("--json", action="store_true",
-        help="write one JSON object a line: line, log_prob, tokens, log_probs "
-        "(default: the number alone)")
+        help="write one JSON object per line: line, log_prob, tokens, log_probs "
+        "(default: the number only)")
     _add_device(parser)
 
 
 def _add_evaluate(commands: Any) -> None:
-    purpose = "translate a test set and measure BLEU, chrF, exact match, perplexity and speed"
+    purpose = "translate a test set and print BLEU, chrF, exact match, perplexity and speed"
     parser = _add_command(commands, "evaluate", purpose, evaluate)
     add = parser.add_argument
     _add_runs(parser)
-    add("--split", metavar="NAME", help="split of the run's own corpus (default: test)")
+    add("--split", metavar="NAME", help="split of the run's corpus (default: test)")
     add("--source", metavar="FILE", help="sentences to translate (default: those of the split)")
     add("--reference", metavar="FILE",
         help="their translations, line by line (default: those of the split)")
     add("--tokenize", metavar="NAME",
         help="sacreBLEU's tokenizer for BLEU (default: one that fits the target language)")
     add("--lowercase", action="store_true",
-        help="ignore case in BLEU and chrF (default: heed it)")
+        help="ignore case in BLEU and chrF (default: case-sensitive)")
     add("--output", metavar="FILE",
-        help="keep the translations, line by line with the source (default: do not)")
+        help="write the translations to this file, line by line (default: none)")
     add("--json", action="store_true",
-        help="write all of it as one JSON object (default: for people)")
+        help="write everything as one JSON object (default: as text)")
     _add_search(parser)
     _add_device(parser)
 
 
 def _add_plots(commands: Any) -> None:
-    parser = _add_command(commands, "attention", "show which tokens look at which", plot_attention)
+    purpose = "draw the attention weights of a sentence"
+    parser = _add_command(commands, "attention", purpose, plot_attention)
     add = parser.add_argument
     output = {"required": True, "metavar": "FILE"}
     add("runs", metavar="RUN", nargs=1, help="the folder of a run")
     add("sentence", metavar="SENTENCE", help="the source sentence")
     add("--output", **output,
-        help=".png, .svg or .pdf for a figure, .html for a page to explore (no default)")
+        help=".png, .svg or .pdf for a figure, .html for an interactive page (no default)")
     add("--target", metavar="TEXT",
-        help="a translation to look at (default: the model's own)")
+        help="the translation (default: the model's own)")
     add("--layer", type=_number(int, at_least=1), metavar="N",
-        help="layer of a figure, 1 the lowest (default: the highest)")
+        help="layer of a figure, from 1, the lowest (default: the highest)")
     add("--head", type=_head, metavar="N|mean|all",
-        help="head of a figure, from 1, their mean, or a panel for each (default: all)")
+        help="head of a figure, from 1, the mean of all, or a panel for each (default: all)")
     _add_step(parser)
-    purpose = "show the positional encoding in both its layouts"
+    purpose = "draw the positional encoding in both layouts"
     parser = _add_command(commands, "positions", purpose, plot_positions)
     parser.add_argument("--output", **output, help=".png, .svg or .pdf (no default)")
-    parser = _add_command(commands, "curves", "show how the training of a run went", plot_curves)
+    parser = _add_command(commands, "curves", "draw the training curves of a run", plot_curves)
     parser.add_argument("runs", metavar="RUN", nargs=1, help="the folder of a run")
     parser.add_argument("--output", **output, help=".png, .svg or .pdf (no default)")
 
@@ -140,50 +142,50 @@ def _add_runs(parser: _Parser) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="the folder of a run; the models of several runs with one vocabulary decide together",
+        help="the folder of a run; several runs with the same vocabulary form an ensemble",
     )
 
 
 def _add_search(parser: _Parser) -> None:
     add = parser.add_argument
     add("--beam-size", type=_number(int, at_least=1), metavar="N",
-        help=f"hypotheses a sentence; 1 is greedy ({OWN})")
+        help=f"hypotheses per sentence; 1 is greedy decoding ({OWN})")
     alpha = _number(float, at_least=0, at_most=LENGTH_PENALTY_LIMIT)
     add("--length-penalty", type=alpha, metavar="ALPHA",
-        help=f"the larger, the longer the translations ({OWN})")
+        help=f"larger values prefer longer translations ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
-        help=f"tokens a translation may have more than its source ({OWN})")
+        help=f"most tokens by which a translation may be longer than its source ({OWN})")
     add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
-        help="tokens a translation must have (default: 0)")
+        help="fewest tokens of a translation (default: 0)")
 
 
 def _add_sampling(parser: _Parser) -> None:
     parser = parser.add_argument_group("sampling")
     add = parser.add_argument
     add("--sample", action="store_true",
-        help="draw N of --n-best at random; with --beam-size, the best N of so many "
-        "(default: search for the best)")
+        help="draw --n-best translations at random; with --beam-size, draw that many and keep the "
+        "best (default: search for the best)")
     add("--temperature", type=_number(float, at_least=1e-6), metavar="T",
-        help="below 1 for likelier words (default: 1)")
+        help="below 1 for likelier tokens (default: 1)")
     add("--top-k", type=_number(int, at_least=1), metavar="K",
         help="draw from the K likeliest tokens (default: from all)")
     add("--top-p", type=_number(float, more_than=0, at_most=1), metavar="P",
-        help="draw from the likeliest tokens that have this probability together "
+        help="draw from the likeliest tokens that together have this probability "
         "(default: 1, all)")
     add("--seed", type=_number(int, at_least=0, at_most=2**32 - 1), metavar="N",
-        help="other seeds, other samples (default: 0)")
+        help="random seed of the samples (default: 0)")
 
 
 def _add_device(parser: _Parser) -> None:
     _add_step(parser)
     parser.add_argument("--batch-size", type=_number(int, at_least=1), metavar="N",
-        help=f"sentences at once on each device, fewer where they are long ({OWN})")
+        help=f"most sentences at once on each device; fewer if they are long ({OWN})")
 
 
 def _add_step(parser: _Parser) -> None:
     parser.add_argument("--step", type=_number(int, at_least=0), metavar="N",
-        help="checkpoint of this step (default: the mean of the last ones where the run kept it, "
-        "else the best by validation, else the newest)")
+        help="checkpoint of this step (default: the mean of the last ones if the run has one, else "
+        "the best by validation, else the newest)")
 
 
 # fmt: on
@@ -193,7 +195,7 @@ def _number(
     at_most: float = math.inf,
     more_than: float = -math.inf,
 ) -> Callable[[str], Any]:
-    """Reads a number within limits."""
+    """Return a function that reads a number within limits."""
     limits = [
         f"{words} {limit:,}"
         for words, limit in (
@@ -211,7 +213,7 @@ def _number(
             value = kind(text)
         except ValueError:
             value = math.nan
-        # Also false for "nan".
+        # Comparisons are false for NaN, too.
         if not (at_least <= value <= at_most and value > more_than) or math.isinf(value):
             raise argparse.ArgumentTypeError(f"{rule}; got {text!r}")
         return value

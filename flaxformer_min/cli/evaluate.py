@@ -1,4 +1,4 @@
-"""`evaluate`: translate a test set and measure all that is measured."""
+"""`evaluate`: translate a test set and print scores and speed."""
 
 import argparse
 import contextlib
@@ -22,25 +22,25 @@ from flaxformer_min.evaluation import perplexity
 
 
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
-    """All measures of one test set."""
+    """Run the command, and return its exit status."""
     from flaxformer_min import evaluation
     from flaxformer_min.data.corpora.pairs import is_empty
 
-    with open_output(args.output) if args.output else contextlib.nullcontext() as kept:
+    with open_output(args.output) if args.output else contextlib.nullcontext() as output:
         data, languages, pairs = _test_set(args)
         target = languages.partition("-")[2]
         tokenize = args.tokenize or evaluation.default_tokenize(target)
-        evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # fails before the work, not after it
+        evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
         used = [not is_empty(pair) for pair in pairs]
         if not any(used):
             raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
-        # Skipped pairs keep their places, so that a warning names the right line.
+        # Skipped pairs keep their position, so that warnings have the right line number.
         pairs = [pair if use else ("", "") for pair, use in zip(pairs, used, strict=True)]
         translator = load(args)
         options = search_options(args, translator)
         speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
-        if kept:
-            write(kept, texts)
+        if output:
+            write(output, texts)
     hypotheses, references = (
         list(itertools.compress(side, used)) for side in (texts, [b for _, b in pairs])
     )
@@ -68,7 +68,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
 
 
 def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
-    """What it is called, its languages, its pairs."""
+    """Return the description, the languages and the pairs of the test set."""
     from flaxformer_min.data.corpora import read_pairs
     from flaxformer_min.runs.folder import RunFolder
 
@@ -94,9 +94,9 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
 def _translate_and_score(
     translator: Any, options: Any, pairs: list[tuple[str, str]], stop: Stop
 ) -> tuple[Speed, list[str], float, int]:
-    """Translations of all pairs, and the log-probability and number of the references' tokens."""
+    """Return the speed, the translations, and log-probability and number of reference tokens."""
     speed, texts, log_prob, tokens = Speed(translator), [], 0.0, 0
-    with progress(len(pairs)) as told:
+    with progress(len(pairs)) as advance:
         for start in range(0, len(pairs), CHUNK):
             chunk = pairs[start : start + CHUNK]
             common = {"first_line": start + 1, "stop": stop}
@@ -105,22 +105,22 @@ def _translate_and_score(
             new = [on_one_line(of_line[0].text) for of_line in found]
             speed.count([text for text, pair in zip(new, chunk, strict=True) if pair != ("", "")])
             texts += new
-            told(len(chunk))
+            advance(len(chunk))
     for start in range(0, len(pairs), CHUNK):
         chunk = pairs[start : start + CHUNK]
         common = {"first_line": start + 1, "stop": stop}
         with stop.patiently():
             scores = translator.score(chunk, **common)
-        kept = [one for one, pair in zip(scores, chunk, strict=True) if pair != ("", "")]
-        log_prob += sum(one.log_prob for one in kept)
-        tokens += sum(len(one.tokens) for one in kept)
+        used = [score for score, pair in zip(scores, chunk, strict=True) if pair != ("", "")]
+        log_prob += sum(score.log_prob for score in used)
+        tokens += sum(len(score.tokens) for score in used)
     return speed, texts, log_prob, tokens
 
 
 def _report(
     args: argparse.Namespace, report: dict[str, Any], measured: Any, speed: Speed
 ) -> list[str]:
-    """The lines that `evaluate` writes."""
+    """Return the lines of the output."""
     if args.json:
         finite = {"perplexity": json_number(report["perplexity"])}
         return [json.dumps(report | finite, ensure_ascii=False)]
@@ -128,7 +128,7 @@ def _report(
         f"{run}, {'mean up to ' if mean else ''}step {step:,}"
         for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
     ]
-    chosen = "as asked for" if args.tokenize else f"which fits {report['languages']}"
+    chosen = "as requested" if args.tokenize else f"the default of {report['languages']}"
     return [
         f"model: {', '.join(models)}",
         f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "

@@ -7,12 +7,12 @@ SEARCH = ("beam_size", "length_penalty", "max_extra_tokens", "min_length")
 
 
 def load(args: argparse.Namespace) -> Any:
-    """Return the translator of the runs that were named."""
+    """Return the translator of the given runs."""
     import logging
 
     from flaxformer_min.decoding.translator import Translator
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs its own defaults
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about its own defaults
     translator = Translator.load(*args.runs, step=args.step)
     if getattr(args, "batch_size", None):
         translator.runner.batch_size = args.batch_size
@@ -20,11 +20,11 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def search_options(args: argparse.Namespace, translator: Any) -> Any:
-    """Return the search options: those typed, and the run's own for the rest."""
+    """Return the search options: those given, and the run's own for the rest."""
     from flaxformer_min.decoding.choices import Sampling
 
-    typed = {name: getattr(args, name, None) for name in (*SEARCH, "n_best")}
-    changes = {name: value for name, value in typed.items() if value is not None}
+    given = {name: getattr(args, name, None) for name in (*SEARCH, "n_best")}
+    changes = {name: value for name, value in given.items() if value is not None}
     if getattr(args, "sample", False):
         sampling = Sampling(args.temperature or 1.0, args.top_k, args.top_p or 1.0)
         changes |= {"sampling": sampling, "seed": args.seed or 0}
@@ -38,7 +38,7 @@ def search_options(args: argparse.Namespace, translator: Any) -> Any:
     vocab_size = translator.target_tokenizer.vocab_size
     if options.beam_size > vocab_size:
         raise ValueError(
-            f"--beam-size must not exceed the vocabulary of {vocab_size:,}, for there are no more "
+            f"--beam-size must not exceed the vocabulary of {vocab_size:,}, the number of "
             f"continuations; got {options.beam_size:,}."
         )
     return options

@@ -1,4 +1,4 @@
-"""`plot`: pictures of a model and of its training."""
+"""`plot`: figures of a model and of its training."""
 
 import argparse
 from collections.abc import Callable
@@ -12,7 +12,7 @@ FIGURES = (".png", ".svg", ".pdf")
 
 
 def plot_attention(args: argparse.Namespace, stop: Stop) -> int:
-    """A figure of one layer, or the page of all."""
+    """Draw a figure of one layer, or a page of all layers; return the exit status."""
     page = Path(args.output).suffix.lower() == ".html"
     _check_suffix(args.output, (*FIGURES, ".html"))
     if page and (args.layer or args.head):
@@ -58,7 +58,7 @@ def _save_page(args: argparse.Namespace, attention: Any) -> None:
 
 
 def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
-    """The encoding of 20 positions by 512 numbers, as many as the paper's base model has."""
+    """Draw the encodings of 20 positions with d_model 512, the base model's."""
     _check_suffix(args.output, FIGURES)
     import jax.numpy as jnp
 
@@ -72,7 +72,7 @@ def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
 
 
 def plot_curves(args: argparse.Namespace, stop: Stop) -> int:
-    """Loss, BLEU, learning rate and speed by step."""
+    """Draw loss, BLEU, learning rate and speed by step."""
     _check_suffix(args.output, FIGURES)
     from flaxformer_min.runs.folder import RunFolder
     from flaxformer_min.training.metrics import read_metrics
@@ -96,8 +96,8 @@ def _save_figure(path: str, draw: Callable[[Any], Any]) -> None:
 
     from flaxformer_min.plots import figures as plots
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         plots.save(draw(plots), path)
-    for warning in said:
+    for warning in caught:
         warn_user(warning.message)

@@ -20,14 +20,14 @@ from flaxformer_min.evaluation import perplexity
 
 
 def score(args: argparse.Namespace, stop: Stop) -> int:
-    """The log-probability of each pair, and the perplexity of all."""
+    """Run the command, and return its exit status."""
     paths = (args.source, args.target)
     if all(os.path.isfile(path) for path in paths):
-        # Before hours of scores of the wrong pairs.
+        # Compare the numbers of lines before the work.
         for _ in read_aligned(*paths, warn=lambda message: None):
             pass
     total, pairs, tokens = 0.0, 0, 0
-    with open_output(None) as output, progress(None, not sys.stdout.isatty()) as told:
+    with open_output(None) as output, progress(None, not sys.stdout.isatty()) as advance:
         chunks = read_aligned(*paths)
         first = next(chunks, None)
         translator = load(args)
@@ -41,7 +41,7 @@ def score(args: argparse.Namespace, stop: Stop) -> int:
                 write(output, [_scored(args, number + i, one) for i, one in enumerate(found)])
             total += sum(one.log_prob for one in found)
             pairs, tokens = pairs + len(found), tokens + sum(len(one.tokens) for one in found)
-            told(len(found))
+            advance(len(found))
     summary = f"{pairs:,} pairs, {tokens:,} target tokens, EOS included"
     if tokens:
         summary += f": perplexity {perplexity(total, tokens):.4f} per token"

@@ -1,4 +1,4 @@
-"""How fast a command translates."""
+"""The speed of translating."""
 
 import time
 from typing import Any
@@ -32,7 +32,7 @@ class Speed:
         }
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return a one-line summary."""
         seconds = max(self.seconds, 1e-9)
         return (
             f"{self.sentences:,} sentences, {self.tokens:,} tokens in {self.seconds:.1f} s = "

@@ -1,4 +1,4 @@
-"""Messages of the package on a terminal: news on stdout, warnings on stderr."""
+"""Log records on a terminal: messages on stdout, warnings on stderr."""
 
 import contextlib
 import logging
@@ -13,11 +13,11 @@ LOGGER = logging.getLogger("flaxformer_min")
 class TerminalHandler(logging.Handler):
     """Writes log records as lines, and each warning only once.
 
-    Lines go above a progress bar, if there is one. A reader that has gone ends nothing.
+    Lines appear above a progress bar, if there is one. A closed pipe is ignored.
     """
 
     def __init__(self, prog: str, only_if: Callable[[], bool]):
-        """Take the program's name for warnings; records are dropped unless `only_if()`."""
+        """Take the program's name for warnings. Records are dropped unless `only_if()`."""
         super().__init__()
         self._prog, self._only_if = prog, only_if
         self._warned: set[str] = set()

@@ -6,6 +6,7 @@ continues from its newest checkpoint.
 """
 
 import dataclasses
+import logging
 import runpy
 import shlex
 import sys
@@ -17,6 +18,7 @@ import tyro
 from flaxformer_min.cli.terminal import log_to_terminal
 from flaxformer_min.config import Config
 from flaxformer_min.experiment.run import TrainResult, train
+from flaxformer_min.runs.folder import without_caches
 from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
 from flaxformer_min.runtime.distributed import (
     Distributed,
@@ -28,6 +30,8 @@ from flaxformer_min.runtime.files import cache_folder
 from flaxformer_min.runtime.memory import tune_malloc
 from flaxformer_min.runtime.signals import InterruptOnSignal
 from flaxformer_min.runtime.streams import ignore_broken_pipe
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 DEFAULT_CONFIG = Path(__file__).with_name("cldr_en_ko.py")
 
@@ -110,7 +114,7 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
             f"a run; there is no {path}."
         )
     if path.suffix == ".json":
-        config, workdir = Config.from_json(path.read_text(), path), path.parent
+        config, workdir = _config_of_run(path), path.parent
     else:
         config, workdir = read_config(path), Path("runs") / path.stem
     groups = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -121,6 +125,22 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
         default=Arguments(**groups, workdir=workdir),
         args=list(argv[1:] if named else argv),
     )
+
+
+def _config_of_run(path: Path) -> Config:
+    """Return the settings of a run's config.json, which do not choose where caches are."""
+    try:
+        config = Config.from_json(path.read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text; {error}.") from error
+    if config.data.cache_dir:
+        LOGGER.info(
+            "%s names %s for caches. It is not used, because a run folder may come from anybody; "
+            "--data.cache-dir uses it.",
+            path,
+            config.data.cache_dir,
+        )
+    return without_caches(config)
 
 
 def read_config(path: Path) -> Config:

@@ -1,4 +1,4 @@
-"""`translate`: lines in, translations out."""
+"""`translate`: translate lines of text."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from flaxformer_min.cli.speed import Speed
 
 
 def translate(args: argparse.Namespace, stop: Stop) -> int:
-    """Lines in, translations out."""
+    """Run the command, and return its exit status."""
     _check_sampling(args)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_lines(args.input))]
@@ -34,7 +34,7 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
         options = search_options(args, translator)
         speed = Speed(translator)
         shown = not files[0].typed and (args.output is not None or not sys.stdout.isatty())
-        told = stack.enter_context(progress(None, shown))
+        advance = stack.enter_context(progress(None, shown))
         for number, (lines, *prefixes) in aligned(*files):
             with stop.patiently():
                 found = translator.hypotheses(
@@ -43,9 +43,9 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
                 numbered = zip(range(number, number + len(lines)), lines, found, strict=True)
                 write(output, [text for one in numbered for text in _translated(args, *one)])
             speed.count([of_line[0].text for of_line in found])
-            told(len(lines))
+            advance(len(lines))
     if args.verbose:
-        _tell_speed(translator, speed)
+        _print_speed(translator, speed)
     return 0
 
 
@@ -58,7 +58,7 @@ def _check_sampling(args: argparse.Namespace) -> None:
 def _translated(
     args: argparse.Namespace, number: int, source: str, found: list[Any]
 ) -> Iterator[str]:
-    """The lines that are written for one line."""
+    """Yield the output lines of one input line."""
     if args.json:
         hypotheses = [
             {"text": text, "log_prob": json_number(log_prob), "score": json_number(score)}
@@ -72,7 +72,7 @@ def _translated(
         yield f"{score:.4f}\t{log_prob:.4f}\t{text}" if args.scores else text
 
 
-def _tell_speed(translator: Any, speed: Speed) -> None:
+def _print_speed(translator: Any, speed: Speed) -> None:
     runner = translator.runner
     rows, lengths = (", ".join(map(str, each)) for each in (runner.batch_sizes(), runner.lengths))
     print(
