@@ -184,6 +184,17 @@ def existing_config(argument, folder):
     return argument
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_option_that_a_page_mentions_exists(page):
+    """Of these commands, of the benchmarks, or one of XLA's flags."""
+    known = {option for _, action in options_of(make_parser()) for option in action.option_strings}
+    known |= {typed.split()[0] for typed in entries_of("train")} | {"--help"}
+    for program in (ROOT / "benchmarks").glob("*.py"):
+        known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', read(program)))
+    for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", read(page)):
+        assert option.replace(".no-", ".") in known or option.startswith("--xla_"), option
+
+
 def test_the_pages_show_many_commands():
     """Otherwise the test above does not find them."""
     assert len(COMMANDS) > 30
