@@ -1,8 +1,10 @@
 """What a hostile or unlucky user does to the program, and what it does then."""
 
+import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +13,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from tiny_run import make_tiny_run
+from tiny_run import LINES, make_tiny_run, random_params
 from training_jobs import small_config, write_config
 
 from flaxformer_min import cli
+from flaxformer_min.cli.train import read_arguments
+from flaxformer_min.data.corpora import read_pairs
+from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.experiment.run import train
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.signals import InterruptOnSignal, StopRequest
@@ -201,3 +206,177 @@ def test_steps_that_learn_nothing_are_told_as_such(tmp_path, caplog):
     assert not any("loss 0.000" in text for text in told)
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         strict_json(line)
+
+
+# A run folder from a stranger.
+
+
+def rewrite_config(run, group, **settings):
+    """Edit config.json as a text, as a stranger or an absent-minded user would."""
+    content = json.loads((run / "config.json").read_text())
+    content[group].update(settings)
+    (run / "config.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A dataset whose features are a class of the working directory, and a place for its mark."""
+    (tmp_path / "planted.py").write_text("open('executed', 'w').close()\nclass Feature: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "executed"
+    sys.modules.pop("planted", None)
+
+
+def plant_dataset(folder, features):
+    dataset = folder / "planted_set" / "1.0.0"
+    dataset.mkdir(parents=True)
+    (dataset / "features.json").write_text(json.dumps(features))
+    (dataset / "dataset_info.json").write_text(
+        json.dumps({"name": "planted_set", "version": "1.0.0", "fileFormat": "array_record"})
+    )
+    return str(folder)
+
+
+FOREIGN = [
+    {"type": "planted.Feature"},
+    {"pythonClassName": "planted.Feature"},
+    {
+        "type": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
+        "content": {"features": {"type": {"type": "planted.Feature"}}},
+    },
+]
+
+
+@pytest.mark.parametrize("features", FOREIGN)
+def test_a_dataset_imports_no_class_from_elsewhere(planted, tmp_path, features):
+    """Even if the user names its folder: tfds would import whatever module features.json names."""
+    folder = plant_dataset(tmp_path / "data", features)
+    with pytest.raises(ValueError, match="names 'planted.Feature'"):
+        read_pairs("tfds:planted_set", "test", "en-de", folder)
+    assert not planted.exists()
+
+
+def test_a_dataset_whose_folder_is_a_link_imports_no_class_either(planted, tmp_path):
+    plant_dataset(tmp_path / "data", FOREIGN[0])
+    (tmp_path / "other" / "planted_set").mkdir(parents=True)
+    version = tmp_path / "data" / "planted_set" / "1.0.0"
+    (tmp_path / "other" / "planted_set" / "1.0.0").symlink_to(version)
+    with pytest.raises(ValueError, match="names 'planted.Feature'"):
+        read_pairs("tfds:planted_set", "test", "en-de", str(tmp_path / "other"))
+    assert not planted.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["huggingface:wmt", "PlantedSet", "planted_set/data_dir=x", "../x"]
+)
+def test_a_dataset_has_a_plain_name(name):
+    """A namespace would be code, and an argument could lead elsewhere."""
+    with pytest.raises(ValueError, match="tfds:NAME must be"):
+        read_pairs(f"tfds:{name}", "test", "en-de")
+
+
+@pytest.mark.parametrize("command", [["evaluate", "RUN"], ["train", "RUN/config.json"]])
+def test_a_run_folder_executes_nothing_that_it_names(planted, tmp_path, capsys, command):
+    run = make_tiny_run(tmp_path / "run", steps=())
+    folder = plant_dataset(run / "data", FOREIGN[0])
+    rewrite_config(run, "data", corpus="tfds:planted_set", cache_dir=folder, download=True)
+    before = contents(run)
+    assert cli.main([word.replace("RUN", str(run)) for word in command]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not planted.exists()
+    after = contents(run)
+    assert {name: after[name] for name in before if name != "lock"} == {
+        name: before[name] for name in before if name != "lock"
+    }
+
+
+def test_a_run_chooses_no_folder_for_caches(tmp_path, caplog):
+    """Nor for compiled programs, which are executed; the user's own word does."""
+    run = make_tiny_run(tmp_path / "run", steps=())
+    elsewhere = str(tmp_path / "elsewhere")
+    rewrite_config(run, "data", cache_dir=elsewhere, download=True)
+    config = RunFolder(run).config()
+    assert (config.data.cache_dir, config.data.download) == ("", False)
+    with caplog.at_level(logging.INFO, "flaxformer_min"):
+        settings = read_arguments([str(run / "config.json")], "train.py")
+    assert (settings.data.cache_dir, settings.data.download) == ("", False)
+    assert f"names {elsewhere} for caches" in caplog.text
+    typed = [str(run / "config.json"), "--data.cache-dir", elsewhere]
+    assert read_arguments(typed, "train.py").data.cache_dir == elsewhere
+
+
+def test_an_own_config_chooses_the_folder_for_caches(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from flaxformer_min.config import *\nconfig = Config(DataConfig(cache_dir='here'))\n"
+    )
+    assert read_arguments([str(tmp_path / "own.py")], "train.py").data.cache_dir == "here"
+
+
+# A tokenizer or config.json that is not the run's own.
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """A run whose checkpoint says what it belongs to, as training writes it."""
+    folder = make_tiny_run(tmp_path_factory.mktemp("described") / "run", steps=())
+    run = RunFolder(folder)
+    checkpoints = run.open_checkpoints(run.config())
+    checkpoints.save(1, {"params": random_params(run.model_config())}, {"identity": run.identity()})
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def copied(described, tmp_path):
+    return shutil.copytree(described, tmp_path / "copy")
+
+
+def test_the_parameters_of_a_run_are_restored_with_its_own_files(copied):
+    assert RunFolder(copied).params().step == 1
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("norm", "pre"), ("positional_encoding", "halves"), ("num_heads", 4), ("num_heads", 1)],
+)
+def test_an_edited_setting_of_the_model_is_an_error_that_names_it(copied, setting, value):
+    """All of these have parameters of the same shapes, or use them, but compute something else."""
+    rewrite_config(copied, "model", **{setting: value})
+    with pytest.raises(ValueError, match=f"model.{setting}: .* in the checkpoint, {value!r} in"):
+        RunFolder(copied).params()
+
+
+@pytest.mark.parametrize("setting, value", [("dropout", 0.3), ("dtype", "bfloat16")])
+def test_a_setting_that_parameters_do_not_depend_on_may_change(copied, setting, value):
+    rewrite_config(copied, "model", **{setting: value})
+    assert RunFolder(copied).params().step == 1
+
+
+def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsys):
+    """Its ids would be read by parameters that were trained with others."""
+    reversed_lines = [line[::-1] for line in LINES]
+    size = RunFolder(copied).tokenizers()[0].vocab_size
+    train_tokenizer(reversed_lines, size, copied / "tokenizer.model")
+    with pytest.raises(ValueError, match="tokenizer.model: .* in the checkpoint"):
+        RunFolder(copied).params()
+    assert cli.main(["evaluate", str(copied)]) == 2
+    assert "tokenizer.model" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_earlier_version_is_restored_as_before(run):
+    assert RunFolder(run).params().step == 1
+
+
+@pytest.mark.slow
+def test_training_continues_with_the_same_tokenizer_and_settings_only(tmp_path):
+    config = small_config(tmp_path, steps=3)
+    train(config, tmp_path / "run")
+    longer = dataclasses.replace(config.training, steps=4)
+    config = dataclasses.replace(config, training=longer)
+    other = dataclasses.replace(config.model, norm="pre")
+    rewrite_config(tmp_path / "run", "model", norm="pre")
+    with pytest.raises(ValueError, match="model.norm: 'post' in the checkpoint, 'pre' in"):
+        train(dataclasses.replace(config, model=other), tmp_path / "run")
+    rewrite_config(tmp_path / "run", "model", norm="post")
+    assert train(config, tmp_path / "run").step == 4

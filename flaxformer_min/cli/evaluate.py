@@ -80,8 +80,12 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
         try:
             pairs = list(read_pairs(data.corpus, split, data.languages, data.cache_dir))
         except ValueError as error:
+            where = ""
+            if data.corpus.startswith("tfds:"):
+                where = "TFDS_DATA_DIR may name the folder of prepared datasets. "
             raise ValueError(
-                f"{error} That is the run's own corpus; --source and --reference name other text."
+                f"{error} {where}That is the run's own corpus; --source and --reference name other "
+                "text."
             ) from error
         return f"{split} of {data.corpus}", data.languages, pairs
     if args.split is not None:

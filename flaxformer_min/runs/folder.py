@@ -25,7 +25,7 @@ import jax
 
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, steps_of
 from flaxformer_min.runs.restore import restore_params
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.files import remove_partial, write_atomically
@@ -73,7 +73,7 @@ class RunFolder:
         return (self.path / "config.json").exists()
 
     def config(self) -> Config:
-        """Return the settings of the run.
+        """Return the settings of the run, without its folder for caches (see `without_caches`).
 
         Raises ValueError if the folder is missing, or does not hold a run of a known format.
         """
@@ -90,7 +90,7 @@ class RunFolder:
             raise ValueError(
                 f"{file} cannot be read: {error}. Make it readable, or restore it from a backup."
             ) from error
-        return Config.from_json(text, file)
+        return without_caches(Config.from_json(text, file))
 
     def tokenizers(self) -> Tokenizers:
         """Return source and target tokenizer; one object if the languages share it.
@@ -110,6 +110,24 @@ class RunFolder:
         """Return the model's settings, with the actual vocabulary sizes of the tokenizers."""
         return fit_vocabulary(self.config().model, self.tokenizers())
 
+    def identity(self) -> dict[str, Any]:
+        """Return what parameters must be used with: settings of the model, digests of tokenizers.
+
+        Part of each checkpoint's description (see `check_identity`). Settings that change only the
+        speed or training are left out.
+        """
+        config = self.config()
+        settings = {
+            f"model.{field.name}": getattr(config.model, field.name)
+            for field in dataclasses.fields(ModelConfig)
+            if not field.metadata["may_change"] and field.name not in DROPOUTS
+        }
+        names = self._tokenizer_names(config)
+        tokenizers = self.tokenizers()
+        return settings | {
+            name: tokenizer.fingerprint for name, tokenizer in zip(names, tokenizers, strict=True)
+        }
+
     def params(self, step: int | None = None) -> Restored:
         """Return the parameters of a checkpoint, on this machine's first device.
 
@@ -117,7 +135,9 @@ class RunFolder:
         best checkpoint by validation, else the newest. A damaged one is logged as a warning and
         the next is tried. Raises ValueError if none is intact, or the one of `step` is missing.
         """
-        self.config()
+        identity = self.identity()
+        for folder in (self.checkpoints, self.averaged):
+            check_identity(folder, identity)
         if step is None and steps_of(self.averaged):
             try:
                 return Restored(*restore_params(self.averaged), is_mean=True)
@@ -128,7 +148,8 @@ class RunFolder:
     def keep_average(self, params: Any, step: int) -> None:
         """Save these parameters as the mean, to translate with from now on."""
         checkpoints = Checkpoints(self.averaged, keep=1)
-        checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, {})
+        meta = {"identity": self.identity()}
+        checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
         checkpoints.close()
 
     def drop_average(self) -> None:
@@ -252,6 +273,16 @@ class RunFolder:
         if config.model.source_vocab_size is None:
             return "tokenizer.model", "tokenizer.model"
         return "source_tokenizer.model", "target_tokenizer.model"
+
+
+def without_caches(config: Config) -> Config:
+    """Return the settings of a run without `data.cache_dir` and `data.download`.
+
+    A run folder may come from anybody, and compiled programs are executed: where caches are, and
+    whether to download, is only for the user to decide.
+    """
+    data = dataclasses.replace(config.data, cache_dir="", download=False)
+    return dataclasses.replace(config, data=data)
 
 
 def fit_vocabulary(config: ModelConfig, tokenizers: Tokenizers) -> ModelConfig:

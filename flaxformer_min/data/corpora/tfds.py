@@ -1,9 +1,18 @@
 """Translation datasets of tensorflow_datasets, read without TensorFlow."""
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
+
+OWN_FEATURES = "tensorflow_datasets."
+"""Where the classes of a dataset's features must be defined."""
+
+FEATURES = "features.json"
+"""In a prepared dataset, below NAME/CONFIG/VERSION: the classes of its features."""
 
 
 class TfdsCorpus:
@@ -87,8 +96,12 @@ def open_tfds(
 def _tfds_builder(name: str, cache_dir: str) -> Any:
     import tensorflow_datasets as tfds
     import tensorflow_datasets.translate  # noqa: F401 (registers the WMT datasets)
+    from tensorflow_datasets.core.utils import file_utils
 
     data_dir = str(Path(cache_dir).expanduser()) if cache_dir else None
+    _check_name(name)
+    for folder in file_utils.list_data_dirs(data_dir):
+        _check_features(Path(folder) / re.split("[/:]", name)[0])
     try:
         return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
@@ -105,6 +118,44 @@ def _tfds_builder(name: str, cache_dir: str) -> Any:
             ) from error
         # Usually an unknown config or version.
         raise ValueError(f"tfds:{name} cannot be opened; {_first_line(error)}") from error
+
+
+def _check_name(name: str) -> None:
+    """Refuse a namespace, whose datasets are code, and arguments, such as another data_dir."""
+    if not re.fullmatch(r"[a-z0-9_]+(/[\w.+-]+)?(:[\d*][\w.*]*)?", name):
+        raise ValueError(
+            "tfds:NAME must be a dataset of tensorflow_datasets, as NAME, NAME/CONFIG or "
+            f"NAME/CONFIG:VERSION, with NAME in lower case; got {name!r}."
+        )
+
+
+def _check_features(dataset: Path) -> None:
+    """Raise ValueError if a prepared dataset names classes that tfds would import from elsewhere.
+
+    tfds imports the module of each class in features.json, so a dataset could run any code.
+    """
+    for file in (file for level in range(4) for file in dataset.glob("*/" * level + FEATURES)):
+        try:
+            classes = list(_class_names(json.loads(file.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{file} must be JSON; {error}.") from error
+        foreign = [name for name in classes if not name.startswith(OWN_FEATURES)]
+        if foreign:
+            raise ValueError(
+                f"the features of a dataset must be classes of {OWN_FEATURES}*, because others are "
+                f"code that would be executed; {file} names {foreign[0]!r}. Prepare the dataset "
+                "again with a released tensorflow_datasets, or use its text as text:DIR."
+            )
+
+
+def _class_names(content: Any) -> Iterator[str]:
+    """Yield every name of a class, however deep."""
+    if isinstance(content, dict):
+        named = (content.get(key) for key in ("type", "pythonClassName"))
+        yield from (name for name in named if isinstance(name, str))
+        content = list(content.values())
+    for value in content if isinstance(content, list) else ():
+        yield from _class_names(value)
 
 
 def _translation_languages(builder: Any, name: str) -> tuple[str, ...]:
