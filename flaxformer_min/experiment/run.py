@@ -29,7 +29,7 @@ from flaxformer_min.experiment.report import (
 )
 from flaxformer_min.experiment.state import initialise, restore
 from flaxformer_min.experiment.validation import Validator, score_test_set, target_language
-from flaxformer_min.runs.checkpoint import steps_of
+from flaxformer_min.runs.checkpoint import check_identity, steps_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.runtime.distributed import (
@@ -263,6 +263,7 @@ class Job:
     ) -> Trainer:
         run, training = self.run, self.config.training
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
+            check_identity(run.checkpoints, run.identity())
             state, progress = restore(checkpoints, state, batches, self.config)
             step = int(state.step)
             if step < training.steps or training.average_checkpoints == 1:
@@ -281,6 +282,7 @@ class Job:
                     validate,
                     self.poll,
                     progress,
+                    run.identity(),
                 )
                 trainer.run()
         return trainer

@@ -298,6 +298,29 @@ def read_description(folder: Path, step: int) -> dict | None:
         return None
 
 
+def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint was saved for other tokenizers or another model.
+
+    Both may have the right shapes and still be wrong. Checkpoints of earlier versions, which do not
+    describe what they belong to, are accepted.
+    """
+    for step in steps_of(folder):
+        saved = (read_description(folder, step) or {}).get("identity")
+        if not isinstance(saved, dict):
+            continue
+        names = [name for name in saved if name in identity]  # versions have other settings, too
+        differing = [name for name in names if saved[name] != identity[name]]
+        if differing:
+            raise ValueError(
+                f"checkpoint {step} in {folder} belongs to other settings or tokenizers:\n  "
+                + "\n  ".join(
+                    f"{name}: {saved[name]!r} in the checkpoint, {identity[name]!r} in the run"
+                    for name in differing
+                )
+                + "\nRestore config.json and the tokenizers that it was trained with."
+            )
+
+
 def cost_of(description: dict) -> float | None:
     """Return the cost of a checkpoint's metric, or None if it was not validated."""
     if description.get("metric"):

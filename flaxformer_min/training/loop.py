@@ -65,6 +65,7 @@ class Trainer:
     validate:    scores parameters, or None for no validation. If it returns None, because it was
                  stopped, it is called again when training continues.
     progress:    from the checkpoint that training continues from.
+    identity:    part of each checkpoint's description (see `RunFolder.identity`).
 
     The metrics of a step are read while the next one runs. `scores` are those of the newest
     validation.
@@ -80,6 +81,7 @@ class Trainer:
     validate: Validate | None = None
     stop: StopCheck = None
     progress: Progress = dataclasses.field(default_factory=Progress)
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -192,7 +194,8 @@ class Trainer:
     def _description(self) -> dict[str, Any]:
         self.progress.window = self._window.sums
         progress = dataclasses.asdict(self.progress)
-        return {"batches": self.batches.get_state(), "progress": progress}
+        description = {"batches": self.batches.get_state(), "progress": progress}
+        return description | ({"identity": dict(self.identity)} if self.identity else {})
 
     def _stopping(self) -> bool:
         return self.stop is not None and self.stop()
