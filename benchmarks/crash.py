@@ -1,9 +1,9 @@
-"""Kill training again and again, and see that nothing is lost: python benchmarks/crash.py
+"""Kill training again and again, and check that nothing is lost: python benchmarks/crash.py
 
 Each round starts train.py on one run folder, as a process of its own, and ends it with SIGKILL:
-while it starts, while it trains, or while a checkpoint is being written. After each kill the newest
-checkpoint must come back whole. Then the run is left to finish and compared, bit for bit, with one
-that nobody touched. The last line counts; the status is 1 if anything is wrong.
+during its start, during training, or while a checkpoint is being written. After each kill the
+newest checkpoint must be intact. Then the run is trained to its end and compared, bit for bit, with
+an uninterrupted one. The last line has the totals; the exit status is 1 if anything is wrong.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxformer_min.config import ModelConfig, TrainingConfig
+from flaxformer_min.config import Config
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.checkpoint import Checkpoints, steps_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
-from flaxformer_min.training.step import TrainState, init_state
+from flaxformer_min.training.step import init_state
 
 ROOT = Path(__file__).parents[1]
 
 CLOCKED = ("tokens_per_second", "steps_per_second")
-"""Metrics that no two runs have in common."""
+"""Metrics that differ between any two runs."""
 
 START_UP = 6.0
-"""Seconds for which a process imports and compiles, about."""
+"""Seconds that a process needs to import and compile, about."""
 
 WORDS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco"}
 CONFIG = """
@@ -45,7 +45,7 @@ from flaxformer_min.config import *
 config = Config(
     data=DataConfig(corpus="{corpus}", languages="en-es", source_row_length=24,
                     target_row_length=24, rows_per_batch=4),
-    model=ModelConfig(vocab_size=300, num_layers=1, d_model=16, d_ff=16, num_heads=2),
+    model=ModelConfig(vocab_size=286, num_layers=1, d_model=16, d_ff=16, num_heads=2),
     training=TrainingConfig(steps={steps}, warmup_steps=5, log_every=5, validate_every=30,
                             save_every={save_every}, validation_sentences=0, keep_checkpoints=2),
 )
@@ -53,11 +53,11 @@ config = Config(
 
 
 class Round(NamedTuple):
-    """What one kill left.
+    """The result of one kill.
 
     seconds: from the start of the process to its end.
     saving:  whether a checkpoint was being written.
-    step:    of the newest checkpoint; None where there is none yet.
+    step:    of the newest checkpoint; None if there is none yet.
     problem: why that cannot be restored; empty if it can.
     """
 
@@ -69,12 +69,12 @@ class Round(NamedTuple):
     def __str__(self) -> str:
         """One line."""
         when = "while a checkpoint was written" if self.saving else "between checkpoints"
-        state = "no checkpoint yet" if self.step is None else f"step {self.step} is whole"
+        state = "no checkpoint yet" if self.step is None else f"step {self.step} is intact"
         return f"killed {self.seconds:5.2f} s after its start, {when}; {self.problem or state}"
 
 
 def write_corpus(folder: Path, lines: Mapping[str, int]) -> str:
-    """So many lines of each split, translated word by word; returns the corpus's name."""
+    """Write `lines[split]` lines of each split, translated by word; return the corpus's name."""
     folder.mkdir(exist_ok=True)
     rng = random.Random(0)
     for split, count in lines.items():
@@ -87,7 +87,7 @@ def write_corpus(folder: Path, lines: Mapping[str, int]) -> str:
 
 
 def write_job(folder: Path, rounds: int, save_every: int = 20) -> Path:
-    """A config file and the text it learns from, for training that is killed so many times."""
+    """Write a config file and its text, for training that is killed `rounds` times."""
     corpus = write_corpus(folder / "corpus", {"train": 400, "val": 40})
     steps = save_every * (4 * rounds + 2)  # a round is killed before its fifth save
     config = folder / "crash.py"
@@ -96,7 +96,7 @@ def write_job(folder: Path, rounds: int, save_every: int = 20) -> Path:
 
 
 def start(config: Path, workdir: Path) -> subprocess.Popen:
-    """train.py as a user starts it; what it says goes into a file beside the config."""
+    """Start train.py as a user does; its output goes into a file beside the config."""
     command = [sys.executable, "train.py", str(config), "--workdir", str(workdir)]
     with config.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -109,7 +109,7 @@ def finish(config: Path, workdir: Path) -> None:
 
 
 def crash(config: Path, workdir: Path, rounds: int, seed: int) -> Iterator[Round]:
-    """Start and kill so many times."""
+    """Start and kill training `rounds` times."""
     rng = random.Random(seed)
     for _ in range(rounds):
         began = time.monotonic()
@@ -158,34 +158,35 @@ def _being_written(workdir: Path) -> set[tuple[str, int]]:
 
 
 def newest(workdir: Path) -> tuple[int, dict[str, Any], dict] | None:
-    """Step, state and description of the newest checkpoint, read from a copy; None: there is none.
+    """Return step, state and description of the newest checkpoint, or None if there is none.
 
-    Raises ValueError where it is not whole, whether or not an older one is.
+    It is read from a copy. Raises ValueError if it is damaged, whether or not an older one is.
     """
-
-    def refuse(text: str) -> None:
-        raise ValueError(text)
-
     run = RunFolder(workdir)
     if not run.checkpoints.exists():
         return None
-    like = _like(run.model_config(), run.config().training)
+    like = _like(Config(model=run.model_config(), training=run.config().training))
     with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(run.checkpoints, Path(scratch, "checkpoints"))
-        checkpoints = Checkpoints(Path(scratch, "checkpoints"), keep=100)
-        try:
-            return checkpoints.restore(like.to_dict(), refuse)
-        finally:
-            checkpoints.close()
+        copy = Path(shutil.copytree(run.checkpoints, Path(scratch, "checkpoints")))
+        steps = steps_of(copy)
+        with contextlib.closing(Checkpoints(copy, keep=100)) as checkpoints:
+            found = checkpoints.restore(like)
+    if steps and found[0] != steps[0]:
+        raise ValueError(f"checkpoint {steps[0]} is damaged")
+    return found
 
 
 @functools.cache
-def _like(model: ModelConfig, training: TrainingConfig) -> TrainState:
-    return init_state(Transformer(model), training)
+def _like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    state = jax.eval_shape(functools.partial(init_state, Transformer(config.model), config))
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state.to_dict()
+    )
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What two runs do not have in common, bit for bit, but for what the clock says."""
+    """Return how two runs differ, bit for bit, apart from metrics of the clock."""
     (step, state, meta), (other_step, other_state, other_meta) = newest(one), newest(other)
     found = [] if step == other_step else [f"the newest step: {step} and {other_step}"]
     leaves, other_leaves = (_arrays(tree) for tree in (state, other_state))
@@ -213,7 +214,7 @@ def _without_clock(workdir: Path) -> list[dict]:
 
 
 def leftovers(workdir: Path) -> list[str]:
-    """Files that no run which ended well leaves; the lock itself stays, but nobody holds it."""
+    """Return files that no finished run leaves. The lock stays, but no process holds it."""
     with RunFolder(workdir).locked():
         paths = [path.relative_to(workdir) for path in workdir.rglob("*")]
     known = "config.json tokenizer.model checkpoints metrics.jsonl tensorboard lock".split()
@@ -223,7 +224,7 @@ def leftovers(workdir: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Crash, finish, compare; returns the exit status."""
+    """Crash, finish, compare; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="kills (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")

@@ -1,31 +1,48 @@
-"""A process that is killed leaves a folder from which the next one goes on without a trace."""
+"""A process that is killed leaves a folder from which the next one continues without a trace."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import train
+from training_jobs import shared_programs
+
 from benchmarks import crash
+from flaxformer_min.cli.train import main
+from flaxformer_min.runs.folder import RunFolder
 
 
-def test_three_kills_leave_no_trace(tmp_path):
-    """Kills of real processes; what is compared with them is trained in this one."""
-    config = crash.write_job(tmp_path, rounds=3, save_every=10)
+@pytest.mark.parametrize(
+    "kills, seed",
+    [
+        pytest.param(1, 247, id="one, after a checkpoint"),
+        pytest.param(
+            3, 1, id="three, at least one while a checkpoint is written", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_kills_leave_no_trace(tmp_path, capfd, kills, seed):
+    """Kills of real processes; the run that they are compared with is trained in this one."""
+    config = crash.write_job(tmp_path, rounds=kills, save_every=10)
     uncut, crashed = tmp_path / "uncut", tmp_path / "crashed"
-    rounds = list(crash.crash(config, crashed, rounds=3, seed=1))
-    for workdir in (uncut, crashed):
-        assert train.main([str(config), "--workdir", str(workdir)]) == 0
-    assert [each.problem for each in rounds] == [""] * 3
-    assert any(each.saving for each in rounds)
+    rounds = list(crash.crash(config, crashed, rounds=kills, seed=seed))
+    with shared_programs():
+        for workdir in (uncut, crashed):
+            assert main([str(config), "--workdir", str(workdir)]) == 0
+    assert [each.problem for each in rounds] == [""] * kills
+    assert rounds[-1].step is not None
+    assert kills == 1 or any(each.saving for each in rounds)
     assert crash.differences(uncut, crashed) == []
     assert crash.leftovers(crashed) == []
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_what_a_kill_leaves_of_a_file_is_removed(tmp_path):
-    """A killed writer cannot remove its scratch file; the next process that holds the run does."""
-    run = train.RunFolder(tmp_path)
+    """A killed writer cannot remove its scratch file; the next process that trains the run does."""
+    run = RunFolder(tmp_path)
     (tmp_path / ".config.json-x7.partial").write_text('{"format_ver')
     others = [".mine", ".test.de-x7.partial"]  # the latter of a translator that is still writing
     for name in others:

@@ -10,9 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import differences, run, write_config
 
-import train
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from training_jobs import changed, shared_programs, small_config, write_config
+
+from benchmarks.crash import differences
+from flaxformer_min.config import Config
+from flaxformer_min.experiment import prepare
+from flaxformer_min.experiment.run import train
 from flaxformer_min.runtime.distributed import (
     Distributed,
     _cluster,
@@ -21,8 +28,6 @@ from flaxformer_min.runtime.distributed import (
     main_process_first,
 )
 from flaxformer_min.training.metrics import read_metrics
-
-ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
@@ -65,41 +70,46 @@ def wait_for(condition, both, seconds=120):
 
 
 def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_path):
-    """One process begins; two go on and save together, until one is killed; one process ends it.
+    """One process begins; two continue and save together, until one is killed; one ends it.
 
     Dropout is on, and all share one order of rows and one log.
     """
-    config, workdir = write_config(tmp_path), tmp_path / "shared"
+    seldom = {"log_every": 4, "save_every": 12, "validate_every": 10}
+    file, config = write_config(tmp_path, **seldom), small_config(tmp_path, **seldom)
+    workdir, uncut = tmp_path / "shared", tmp_path / "uncut"
     metrics = workdir / "metrics.jsonl"
-    assert run(config, workdir, "--training.steps", "3") == 0
+
+    def train_until(step, folder):
+        with shared_programs():
+            train(changed(config, "training", steps=step), folder)
 
     def last_step():
         return max([line["step"] for line in read_metrics(metrics)], default=0)
 
-    often = ["--training.save-every", "40", "--training.validate-every", "30"]
-    forever = ["--training.steps", "100000", *often]
-    with pair("train.py", config, "--workdir", str(workdir), *forever) as both:
-        wait_for(lambda: (workdir / "checkpoints" / "40").exists() and last_step() > 40, both)
+    train_until(3, workdir)
+    forever = ["--training.steps", "100000"]
+    with pair("train.py", file, "--workdir", str(workdir), *forever) as both:
+        wait_for(lambda: (workdir / "checkpoints" / "12").exists() and last_step() > 12, both)
         both[1].kill()
         killed = time.monotonic()
         printed, errors = both[0].communicate(timeout=60)
         silent, _ = both[1].communicate()
     assert time.monotonic() - killed < 60
     assert both[0].returncode == 2, errors
-    assert "process 0 of 2 cannot go on" in errors and "Start all of them again" in errors
+    assert "process 0 of 2 cannot continue" in errors and "Start all of them again" in errors
     assert "2 cpu devices (cpu) of 2 processes" in printed
-    assert "Going on from step 3." in printed
-    assert "step" not in silent, "the first process speaks for both"
+    assert "Continuing from step 3." in printed
+    assert "step" not in silent, "the first process reports for both"
 
-    last = str(last_step() + 2)
-    for folder in (workdir, tmp_path / "uncut"):
-        assert run(config, folder, "--training.steps", last) == 0
-    found = differences(workdir, tmp_path / "uncut")
+    last = last_step() + 2
+    for folder in (workdir, uncut):
+        train_until(last, folder)
+    found = differences(workdir, uncut)
     assert not [text for text in found if text.startswith(("the array", "the newest step"))]
     names = ("step", "loss", "accuracy", "gradient_norm", "padding", "skipped")
     of_pair, of_uncut = (
         [[line[name] for name in names] for line in read_metrics(path) if "loss" in line]
-        for path in (metrics, tmp_path / "uncut" / "metrics.jsonl")
+        for path in (metrics, uncut / "metrics.jsonl")
     )
     assert of_pair == of_uncut
 
@@ -108,7 +118,9 @@ MEET = """
 import signal, sys, time
 import jax, jax.numpy as jnp
 from flaxformer_min.runtime.devices import configure_cpu_devices
-from flaxformer_min.runtime.distributed import Distributed, gather, is_main_process, any_process, distributed_session
+from flaxformer_min.runtime.distributed import (
+    Distributed, any_process, distributed_session, gather, is_main_process
+)
 from flaxformer_min.runtime.signals import StopRequest
 
 def fail():
@@ -119,7 +131,7 @@ def fail():
 
 def stop():
     with StopRequest() as request:
-        steps, poll = 0, any_process(lambda: bool(request))
+        steps, poll = 0, any_process(request)
         print("ready", flush=True)
         while not poll():
             steps += 1
@@ -156,6 +168,7 @@ def test_a_process_that_fails_ends_the_others_with_its_words():
             assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_the_cores_of_each_process_share_its_own_rows():
     with pair("-c", MEET, "share", flags="") as both:
         outputs = [process.communicate(timeout=60) for process in both]
@@ -173,7 +186,10 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
     assert [process.returncode for process in both] == [143, 143], outputs
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_before_training_ends_all_with_a_sentence(number, status):
     with pair("-c", MEET, "wait") as both:
         for process in both:
@@ -183,7 +199,7 @@ def test_a_signal_before_training_ends_all_with_a_sentence(number, status):
         for process in both:
             _, errors = process.communicate(timeout=60)
             assert process.returncode == status
-            assert "error: process 1 of 2 was asked to end. The same commands go on.\n" in errors
+            assert "error: process 1 of 2 received a stop signal. The same" in errors
             assert "Traceback" not in errors
 
 
@@ -196,14 +212,14 @@ def test_a_killed_first_process_ends_the_others_with_a_sentence():
         both[0].kill()
         _, errors = both[1].communicate(timeout=60)
     assert both[1].returncode in (2, -signal.SIGABRT), errors
-    assert "process 1 of 2 cannot go on" in errors or "another task died" in errors
+    assert "process 1 of 2 cannot continue" in errors or "another task died" in errors
 
 
 def test_all_processes_must_be_given_the_same(monkeypatch):
-    """Else they would take different steps, and wait for one another."""
-    monkeypatch.setattr(train, "gather", lambda _, mine: [mine, {**mine, "settings": "{}"}])
-    with pytest.raises(ValueError, match="the settings of process 1 are others than here"):
-        train.check_agreement(train.Config(), {})
+    """Otherwise they would take different steps, and wait for each other."""
+    monkeypatch.setattr(prepare, "gather", lambda _, mine: [mine, {**mine, "settings": "{}"}])
+    with pytest.raises(ValueError, match="the settings of process 1 differ"):
+        prepare.check_agreement(Config(), {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,258 @@
+"""`train.py`, which is also `flaxformer-min train`: settings, output, signals and exit status."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from training_jobs import shared_programs, watched_steps, write_config
+
+from benchmarks.crash import newest
+from flaxformer_min import cli
+from flaxformer_min.cli.train import main, read_arguments
+from flaxformer_min.config import Config
+from flaxformer_min.experiment import run
+from flaxformer_min.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_shared():
+    with shared_programs():
+        yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    return write_config(tmp_path)
+
+
+def train(config, workdir, *overrides):
+    return main([config, "--workdir", str(workdir), *overrides], "train.py")
+
+
+def test_progress_and_how_to_translate_are_printed(config, tmp_path, capsys):
+    assert train(config, tmp_path / "run") == 0
+    printed, errors = capsys.readouterr()
+    for text in ("100 pairs read", "M parameters", "step 4/9", "validation: loss", "No test score"):
+        assert text in printed
+    *_, example = printed.rstrip().splitlines()
+    assert re.fullmatch(rf"  echo '[a-z ]+' \| flaxformer-min translate {tmp_path}/run", example)
+    assert errors == ""
+    assert newest(tmp_path / "run")[0] == 9
+
+
+def test_the_command_of_the_package_is_the_same_program(config, tmp_path, capsys):
+    arguments = ["train", config, "--workdir", str(tmp_path / "run"), "--training.steps", "1"]
+    assert cli.main(arguments) == 0
+    assert newest(tmp_path / "run")[0] == 1
+    assert cli.main(["train", str(tmp_path / "none.py")]) == 2
+    assert capsys.readouterr().err.startswith("flaxformer-min train: error: a config is a Python")
+
+
+def test_a_run_goes_on_where_its_text_has_moved_once_its_config_says_where(
+    config, tmp_path, capsys
+):
+    assert train(config, tmp_path / "run", "--training.steps", "1") == 0
+    shutil.move(tmp_path / "corpus", tmp_path / "moved")
+    moved = ["--training.steps", "2", "--data.corpus", f"text:{tmp_path / 'moved'}"]
+    assert train(config, tmp_path / "run", *moved) == 2
+    file = tmp_path / "run" / "config.json"
+    assert re.search(rf"text .*{re.escape(str(file))}", capsys.readouterr().err)
+    file.write_text(file.read_text().replace(f"{tmp_path}/corpus", f"{tmp_path}/moved"))
+    assert main([str(file), "--training.steps", "2"], "train.py") == 0
+    printed, errors = capsys.readouterr()
+    assert "Continuing from step 1." in printed and errors == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--model.d-fff", "3"], "--model.d-ff"),
+        (["--training.steps", "many"], "many"),
+        (["--model.norm", "middle"], "post"),
+    ],
+)
+def test_an_unknown_or_wrong_setting_names_the_known_ones(config, capsys, arguments, expected):
+    with pytest.raises(SystemExit) as ended:
+        main([config, *arguments])
+    assert ended.value.code == 2
+    assert expected in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--profile", "-1"], "--profile must be at least 0 steps; got -1"),
+        (["--model.dropout", "1.0"], "model.dropout must be less than 1; got 1.0"),
+        (["--model.num-heads", "3"], "got d_model=16, num_heads=3"),
+        (["--data.rows-per-batch", "5"], "5 rows, 2 devices"),
+        (["--data.corpus", "text:/nowhere"], "/nowhere"),
+        (["--data.source-row-length", "8", "--data.target-row-length", "4"], "at least 8; got 4"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_sentence(config, tmp_path, capsys, arguments, expected):
+    try:
+        status = train(config, tmp_path / "run", *arguments)
+    except SystemExit as ended:  # tyro's own, in a box
+        status = ended.code
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert status == 2
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_a_config_file_must_be_there_and_end_in_config(tmp_path, capsys):
+    assert main([str(tmp_path / "none.py")]) == 2
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    assert main([str(tmp_path / "empty.py")]) == 2
+    assert capsys.readouterr().err.count("`config = Config(...)`") == 2
+
+
+def test_a_config_file_with_an_unknown_setting_names_it(tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from flaxformer_min.config import Config, DataConfig\n"
+        "config = Config(DataConfig(rows_per_bach=16))\n"
+    )
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "must be a Python file that makes a config; TypeError" in error
+    assert "'rows_per_bach'" in error and "--help" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "text, what", [("config = ", "SyntaxError"), ("import no_such_module", "no_such_module")]
+)
+def test_a_config_file_that_does_not_run_is_reported_in_a_sentence(tmp_path, text, what, capsys):
+    (tmp_path / "config.py").write_text(text + "\n")
+    assert main([str(tmp_path / "config.py")]) == 2
+    error = capsys.readouterr().err
+    assert what in error and "config.py must be a Python file" in error
+
+
+def test_a_run_goes_on_by_the_settings_it_keeps(tmp_path, config):
+    """`train.py RUN/config.json` is that run, wherever its folder is now."""
+    assert train(config, tmp_path / "first", "--training.steps", "3") == 0
+    os.rename(tmp_path / "first", tmp_path / "moved")
+    kept = str(tmp_path / "moved" / "config.json")
+    assert read_arguments([kept], "train.py").workdir == tmp_path / "moved"
+    assert main([kept, "--training.steps", "6"]) == 0
+    assert newest(tmp_path / "moved")[0] == 6
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = "".join(capsys.readouterr())
+    for group in ("data", "model", "training", "decoding"):
+        for name in vars(getattr(Config(), group)):
+            assert f"--{group}.{name.replace('_', '-')}" in text
+    assert "--profile INT" in text
+
+
+def test_too_little_memory_is_one_sentence_with_advice(config, tmp_path, monkeypatch, capsys):
+    def prepare(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    assert train(config, tmp_path / "run") == 2
+    sentence = r"train\.py: error: the device .* memory .*9 bytes\.\).*--model\.remat.*\n"
+    assert re.fullmatch(sentence, capsys.readouterr().err)
+
+
+def test_a_signal_before_training_ends_the_program_with_a_sentence(tmp_path, capsys):
+    (tmp_path / "config.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    assert main([str(tmp_path / "config.py")], "train.py") == 130
+    assert re.fullmatch(r"\nStopped\. The same command .*\.\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("prog", ["train.py", "flaxformer-min train"])
+def test_a_command_to_go_on_can_be_pasted(config, tmp_path, monkeypatch, capsys, prog):
+    """Here a signal comes while the text is prepared."""
+
+    def prepare(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    arguments = [config, "--workdir", str(tmp_path / "my runs" / "it's one")]
+    assert main(arguments, prog) == 143
+    command = capsys.readouterr().out.rpartition("To continue: ")[2].strip()
+    words = subprocess.run(
+        f"printf '%s\n' {command}", shell=True, capture_output=True, text=True, check=True
+    )
+    program = ["python"] * (prog == "train.py") + shlex.split(prog)
+    assert words.stdout.splitlines() == [*program, *arguments]
+
+
+def test_a_signal_in_a_step_saves_it_and_the_same_command_goes_on(config, tmp_path, capsys):
+    def signal_in_step_2(state):
+        if int(state.step) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # Python handles it in the main thread, which waits for this one
+
+    with watched_steps(after=signal_in_step_2):
+        assert train(config, tmp_path / "run") == 143
+    printed = capsys.readouterr().out
+    stopped = re.search(r"Stopped at step (\d) and saved. To continue: python train.py", printed)
+    step = int(stopped[1])
+    assert 2 <= step < 9 and newest(tmp_path / "run")[0] == step
+    assert train(config, tmp_path / "run") == 0
+    assert f"Continuing from step {step}." in capsys.readouterr().out
+    assert newest(tmp_path / "run")[0] == 9
+
+
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(config, tmp_path, number, status):
+    """In a process as a user starts it."""
+    workdir = tmp_path / "run"
+    command = [sys.executable, "train.py", config, "--workdir", str(workdir)]
+    forever = ["--training.steps", "100000", "--training.save-every", "100000"]
+    with subprocess.Popen(
+        command + forever, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(workdir / "metrics.jsonl")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert "Finishing this step" in printed
+    assert "To continue: python train.py" in printed
+    assert newest(workdir)[0] >= 4
+    assert not list((workdir / "checkpoints").glob("*tmp*"))
+
+
+@pytest.mark.slow
+def test_a_reader_who_goes_does_not_end_the_run(tmp_path, config):
+    """Nor cost it what it has learned: `train.py | tee log`, and Ctrl-C, which ends both."""
+    code = (
+        "import sys; from flaxformer_min.cli import train; "
+        f"status = train([{config!r}, '--workdir', {str(tmp_path / 'run')!r}]); "
+        "sys.stderr.write(f'status {status}')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as training:
+        training.stdout.readline()
+        training.stdout.close()
+        assert training.stderr.read().endswith("status 0")
+    assert newest(tmp_path / "run")[0] == 9
