@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_min.config_fields import check_fields, check_known, setting
-from flaxformer_min.languages import parse_languages
+from flaxformer_min.languages import check_languages
 
 FORMAT_VERSION = 1
 """Version of the run folder's format: config.json, the names of parameters and the other files."""
@@ -34,7 +34,8 @@ class DataConfig:
     train.tsv; also .gz) or `tfds:wmt14_translate/de-en` (any translation dataset of tfds)."""
 
     languages: str = setting("")
-    """Source and target language, as in `en-de`. Empty: the corpus's own."""
+    """Source and target language, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's
+    own."""
 
     tokenizer_sample: int = setting(1_000_000, at_least=1)
     """Train the tokenizer on at most this many pairs, evenly spaced over the training split."""
@@ -68,7 +69,7 @@ class DataConfig:
         """Validate types, ranges and combinations."""
         check_fields(self, "data")
         if self.languages:
-            parse_languages(self.languages)
+            check_languages(self.languages)
 
 
 @dataclasses.dataclass(frozen=True)

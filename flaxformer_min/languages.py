@@ -1,18 +1,82 @@
-"""Language pairs such as `en-de`, the source language first."""
+"""Language pairs such as `en-de` or `en-zh-CN`, the source language first."""
+
+import re
+from collections.abc import Collection
+
+BCP_47 = re.compile("[a-z]{2,3}([-_][A-Z][a-z]{3})?([-_]([A-Z]{2}|[0-9]{3}))?")
+"""A language code as it is usually written: language, script, region."""
 
 
-def parse_languages(text: str) -> tuple[str, str]:
+def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
     """Return the source and target language of a pair such as `en-de`.
 
-    Raises ValueError unless it names two different languages.
+    A code may have hyphens of its own: of all ways to split the text, those are preferred whose
+    codes are in `known`, then those whose codes are written as in BCP 47. A colon separates the
+    two in any case. A code that differs from a known one in case, or by _ for -, is taken for it.
 
-    >>> parse_languages("en-de")
-    ('en', 'de')
+    Raises ValueError unless it names two different languages in exactly one way.
+
+    >>> parse_languages("en-de"), parse_languages("zh-CN-en"), parse_languages("pt-br:en")
+    (('en', 'de'), ('zh-CN', 'en'), ('pt-br', 'en'))
+    >>> parse_languages("en-pt-BR", known=["en", "pt_BR"])
+    ('en', 'pt_BR')
     """
-    parts = text.split("-")
-    if len(parts) != 2 or not all(parts) or parts[0] == parts[1]:
+    pairs = _ways_to_split(text)
+    spelled = {_plain(code): code for code in known} | {code: code for code in known}
+    found = [pair for pair in pairs if all(_plain(code) in spelled for code in pair)]
+    for left in (found, _usual(found), _usual(pairs), pairs):
+        if len(left) == 1:
+            source, target = (spelled.get(c, spelled.get(_plain(c), c)) for c in left[0])
+            return source, target
+    if not pairs:
         raise ValueError(
-            "languages must be two different languages joined by one hyphen, the source first, as "
+            "languages must be two different languages joined by a hyphen, the source first, as "
             f"in en-de; got {text!r}."
         )
-    return parts[0], parts[1]
+    raise ValueError(
+        f"languages must name two languages in one way; {text!r} may be "
+        f"{' or '.join(':'.join(pair) for pair in pairs)}. Separate them by a colon like this."
+    )
+
+
+def check_languages(text: str) -> None:
+    """Raise ValueError unless the text can name two different languages."""
+    if not _ways_to_split(text):
+        parse_languages(text)
+
+
+def join_languages(source: str, target: str) -> str:
+    """Return the text that `parse_languages` reads as these two languages.
+
+    >>> join_languages("en", "zh-CN"), join_languages("en", "pt-br")
+    ('en-zh-CN', 'en:pt-br')
+    """
+    text = f"{source}-{target}"
+    try:
+        return text if parse_languages(text) == (source, target) else f"{source}:{target}"
+    except ValueError:
+        return f"{source}:{target}"
+
+
+def _ways_to_split(text: str) -> list[tuple[str, str]]:
+    separator = ":" if ":" in text else "-"
+    parts = text.split(separator)
+    if separator == ":" and len(parts) != 2:
+        return []
+    pairs = [
+        (separator.join(parts[:number]), separator.join(parts[number:]))
+        for number in range(1, len(parts))
+    ]
+    return [
+        (source, target)
+        for source, target in pairs
+        if all(source.split("-")) and all(target.split("-")) and _plain(source) != _plain(target)
+    ]
+
+
+def _usual(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [pair for pair in pairs if all(map(BCP_47.fullmatch, pair))]
+
+
+def _plain(code: str) -> str:
+    return code.lower().replace("_", "-")

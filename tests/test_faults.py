@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,12 @@ from training_jobs import small_config, write_config
 
 from flaxformer_min import cli
 from flaxformer_min.cli.train import read_arguments
-from flaxformer_min.data.corpora import read_pairs
+from flaxformer_min.config import Config, DataConfig
+from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.experiment.run import train
+from flaxformer_min.experiment.validation import target_language
+from flaxformer_min.languages import join_languages, parse_languages
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.signals import InterruptOnSignal, StopRequest
 from flaxformer_min.training.metrics import MetricsLog, Window, read_metrics
@@ -380,3 +384,97 @@ def test_training_continues_with_the_same_tokenizer_and_settings_only(tmp_path):
         train(dataclasses.replace(config, model=other), tmp_path / "run")
     rewrite_config(tmp_path / "run", "model", norm="post")
     assert train(config, tmp_path / "run").step == 4
+
+
+# Codes of languages.
+
+
+@pytest.mark.parametrize(
+    "text, known, expected",
+    [
+        ("en-de", [], ("en", "de")),
+        ("zh-CN-en", [], ("zh-CN", "en")),
+        ("en-zh-Hant-TW", [], ("en", "zh-Hant-TW")),
+        ("zh-Hans-zh-Hant", [], ("zh-Hans", "zh-Hant")),
+        ("pt-br-en", ["pt-br", "en", "train"], ("pt-br", "en")),
+        ("pt-BR-en", ["pt_BR", "en"], ("pt_BR", "en")),
+        ("EN-DE", ["en", "de"], ("en", "de")),
+        ("zh-CN-en", ["zh-CN", "zh-cn", "en"], ("zh-CN", "en")),
+        ("pt-br:en", [], ("pt-br", "en")),
+        ("source-target", [], ("source", "target")),
+    ],
+)
+def test_two_codes_are_told_apart_though_they_have_hyphens(text, known, expected):
+    assert parse_languages(text, known) == expected
+    assert parse_languages(join_languages(*expected), known) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""]
+)
+def test_what_cannot_be_told_apart_is_an_error(text):
+    with pytest.raises(ValueError, match="languages must"):
+        parse_languages(text)
+
+
+@pytest.mark.parametrize("languages", ["en-zh-CN", "en:zh-CN", "zh-CN-en"])
+def test_a_text_corpus_has_files_of_any_language_code(tmp_path, languages):
+    (tmp_path / "train.en").write_text("one\n")
+    (tmp_path / "train.zh-CN").write_text("一\n")
+    Config(DataConfig(f"text:{tmp_path}", languages))
+    pair = read_pairs(f"text:{tmp_path}", "train", languages)[0]
+    of_language = dict(zip(parse_languages(languages), pair, strict=True))
+    assert of_language == {"en": "one", "zh-CN": "一"}
+
+
+def test_the_proposed_languages_of_a_text_corpus_are_accepted(tmp_path):
+    for name, text in {"train.en": "one\n", "train.zh-cn": "一\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_pairs(f"text:{tmp_path}", "train")
+    proposed = re.search("for example to (.*)\\.", str(error.value))[1]
+    assert read_pairs(f"text:{tmp_path}", "train", proposed)[0] == ("one", "一")
+
+
+@pytest.mark.parametrize("name", ["en-pt-BR", "en-pt_BR", "en:pt-br"])
+def test_the_embedded_corpus_takes_codes_of_bcp_47(name):
+    """Not en-PT and br, Breton, which are locales, too."""
+    assert languages_of(f"cldr:{name}") == ("en", "pt_BR")
+
+
+def test_bleu_is_that_of_the_target_language():
+    """Chinese is compared character by character; the last part of zh-CN is no language."""
+    assert target_language(Config(DataConfig(languages="en-zh-CN"))) == "zh-CN"
+
+
+# Text that changes behind its name.
+
+
+@pytest.mark.parametrize("names", [("train.en", "train.de"), ("train.tsv",)])
+def test_changed_text_of_equal_path_size_and_time_is_other_text(tmp_path, names):
+    def fingerprint():
+        return read_pairs(f"text:{tmp_path}", "train", "en-de").fingerprint()
+
+    for name in names:
+        (tmp_path / name).write_text("one\tzwei\n" if name.endswith("tsv") else "one\n")
+    before = fingerprint()
+    status = (tmp_path / names[0]).stat()
+    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("one", "two"))
+    os.utime(tmp_path / names[0], ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert fingerprint() != before
+    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("two", "one"))
+    assert fingerprint() == before
+
+
+# Worker processes.
+
+
+@pytest.mark.slow
+def test_worker_processes_leave_no_shared_memory_behind(tmp_path):
+    command = ["train.py", write_config(tmp_path), "--workdir", str(tmp_path / "run")]
+    few = ["--data.workers", "2", "--training.steps", "3"]
+    found = subprocess.run(
+        [sys.executable, *command, *few], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    assert "shared_memory" not in found.stderr and "leaked" not in found.stderr

@@ -25,10 +25,11 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
     from flaxformer_min import evaluation
     from flaxformer_min.data.corpora.pairs import is_empty
+    from flaxformer_min.languages import parse_languages
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as output:
         data, languages, pairs = _test_set(args)
-        target = languages.partition("-")[2]
+        target = parse_languages(languages)[1] if languages else ""
         tokenize = args.tokenize or evaluation.default_tokenize(target)
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
         used = [not is_empty(pair) for pair in pairs]

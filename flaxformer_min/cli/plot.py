@@ -41,10 +41,12 @@ def _attention_figure(plots: Any, args: argparse.Namespace, attention: Any) -> A
 
 
 def _save_page(args: argparse.Namespace, attention: Any) -> None:
+    from flaxformer_min.languages import parse_languages
     from flaxformer_min.plots.attention_page import attention_page
     from flaxformer_min.runs.folder import RunFolder
 
-    source, _, target = RunFolder(args.runs[0]).config().data.languages.partition("-")
+    languages = RunFolder(args.runs[0]).config().data.languages
+    source, target = parse_languages(languages) if languages else ("", "")
     page = attention_page(
         {"cross": attention.cross, "encoder": attention.encoder, "decoder": attention.decoder},
         attention.source_tokens,

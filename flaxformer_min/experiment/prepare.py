@@ -12,6 +12,7 @@ from flaxformer_min.data.corpora import GIVEN, languages_of, read_pairs
 from flaxformer_min.data.corpora.pairs import Pairs, as_pairs
 from flaxformer_min.data.encoding import SEGMENTATIONS, EncodedPairs, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.languages import join_languages
 from flaxformer_min.runs.folder import RunFolder, Tokenizers
 from flaxformer_min.runtime.distributed import gather, is_main_process, main_process_first
 from flaxformer_min.runtime.files import cache_folder, write_atomically
@@ -69,7 +70,7 @@ def open_text(
         data = dataclasses.replace(config.data, corpus=GIVEN)
         return dataclasses.replace(config, data=data), _given_splits(pairs)
     languages = languages_of(config.data.corpus, config.data.languages, **corpus_options(config))
-    data = dataclasses.replace(config.data, languages="-".join(languages))
+    data = dataclasses.replace(config.data, languages=join_languages(*languages))
     config = dataclasses.replace(config, data=data)
     return config, {name: open_split(config, name) for name in ("train", "validation")}
 
@@ -155,7 +156,7 @@ def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> 
 def check_agreement(config: Config, encoded: Mapping[str, EncodedPairs]) -> None:
     """Raise ValueError unless all processes were given the same settings and the same text.
 
-    Otherwise they would take different steps, and wait for each other for ever.
+    Otherwise they would take different steps, and wait for each other forever.
     """
     # Where and how each process reads the text may differ.
     own = {"corpus": "", "cache_dir": "", "workers": 0, "download": False}

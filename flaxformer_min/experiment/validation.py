@@ -15,6 +15,7 @@ from flaxformer_min.data.corpora.pairs import Pairs, is_empty
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation, bleu, evaluate
 from flaxformer_min.experiment.report import format_example
+from flaxformer_min.languages import parse_languages
 from flaxformer_min.runtime.distributed import count, gather, index
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.training.step import make_eval_step
@@ -46,8 +47,8 @@ class Validator:
         self._eval_step, self._translator = make_eval_step(model), translator
         self._number = itertools.count()
         usable = [pair for pair in pairs if not is_empty(pair)] if translator else []
-        wanted = config.training.validation_sentences
-        self._sample = usable[:: max(len(usable) // max(wanted, 1), 1)][:wanted]
+        size = config.training.validation_sentences
+        self._sample = usable[:: max(len(usable) // max(size, 1), 1)][:size]
 
     def __call__(self, params: Any, step: int) -> dict[str, float] | None:
         """Validate the parameters of a step."""
@@ -89,7 +90,7 @@ class Validator:
             return []
         self._translator.use_params([params])
         share = [source for source, _ in self._sample[index() :: count()]]
-        # A stop request of several processes is asked for by all, equally often.
+        # Several processes must poll their common stop request equally often.
         translated = self._translator.translate(share, stop=self._stop if count() == 1 else None)
         shares = gather(f"translations {next(self._number)}", translated)
         translations = [""] * len(self._sample)
@@ -125,4 +126,5 @@ def score_test_set(
 
 def target_language(config: Config) -> str:
     """Return the target language: `ko` of `en-ko`, "" if none is named."""
-    return config.data.languages.split("-")[-1]
+    languages = config.data.languages
+    return parse_languages(languages)[1] if languages else ""

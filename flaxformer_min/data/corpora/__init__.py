@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_min.data.corpora.pairs import Pairs
-from flaxformer_min.languages import parse_languages
 
 GIVEN = "given"
 """The corpus of a run that was trained on `train(pairs=...)`: no place is known for its text."""
@@ -29,7 +28,8 @@ def read_pairs(
     corpus:    `cldr:SOURCE-TARGET`, `text:DIR` or `tfds:NAME/CONFIG`, see above.
     split:     any name of `splits(corpus)`. `validation` also finds val, valid or dev, and `test`
                the only split whose name begins with it, such as test2016.
-    languages: such as `en-de`, the source first. Empty: the corpus's own; text files require it.
+    languages: such as `en-de` or `en-zh-CN` (see `parse_languages`), the source first. Empty: the
+               corpus's own; text files require it.
     cache_dir: folder of prepared datasets, in tfds' layout NAME/CONFIG/VERSION. Empty: the folder
                of tfds (TFDS_DATA_DIR or ~/tensorflow_datasets), and `cache_folder()` for the
                embedded phrases.
@@ -72,15 +72,14 @@ def open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> 
             "A corpus must be cldr:SOURCE-TARGET (as cldr:en-ko), text:DIR or tfds:NAME/CONFIG (as "
             f"tfds:wmt14_translate/de-en); got {corpus!r}."
         )
-    wanted = parse_languages(languages) if languages else None
     if kind == "text":
         from flaxformer_min.data.corpora.text import TextCorpus
 
-        return TextCorpus(Path(name).expanduser(), wanted)
+        return TextCorpus(Path(name).expanduser(), languages)
     if kind == "cldr":
         from flaxformer_min.data.corpora.cldr import CldrCorpus
 
-        return CldrCorpus(name, wanted, cache_dir)
+        return CldrCorpus(name, languages, cache_dir)
     from flaxformer_min.data.corpora.tfds import open_tfds
 
-    return open_tfds(name, wanted, cache_dir, download)
+    return open_tfds(name, languages, cache_dir, download)

@@ -63,7 +63,7 @@ def parse_locale(name: str) -> Locale:
     'Portuguese (Brazil)'
     """
     try:
-        return Locale.parse(name)
+        return Locale.parse(name.replace("-", "_"))
     except (UnknownLocaleError, ValueError, TypeError) as error:
         near = difflib.get_close_matches(name, localedata.locale_identifiers(), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
@@ -252,17 +252,19 @@ def _quiet_tfds() -> Iterator[None]:
 class CldrCorpus:
     """The embedded phrases in two locales, prepared on first use of `pairs`."""
 
-    def __init__(self, name: str, wanted: tuple[str, str] | None, cache_dir: str):
+    def __init__(self, name: str, languages: str, cache_dir: str):
         """Check the locales; nothing is prepared yet."""
-        languages = parse_languages(name)
-        if wanted and set(wanted) != set(languages):
+        known = localedata.locale_identifiers()
+        own = parse_languages(name, known)
+        wanted = parse_languages(languages, known) if languages else own
+        if set(wanted) != set(own):
             raise ValueError(
-                f"cldr:{name} is in {list_names(languages)}; got languages {'-'.join(wanted)!r}. "
+                f"cldr:{name} is in {list_names(own)}; got languages {'-'.join(wanted)!r}. "
                 f"Write cldr:{'-'.join(wanted)}, and leave data.languages empty."
             )
         # Never read a dataset backwards: a text has one translation only in the direction it was
         # made for.
-        self.languages = wanted or languages
+        self.languages = wanted
         CldrConfig(*self.languages)  # raises for unknown locales
         self.cache = cache_folder(cache_dir)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
+from flaxformer_min.languages import join_languages, parse_languages
 
 OWN_FEATURES = "tensorflow_datasets."
 """Where the classes of a dataset's features must be defined."""
@@ -73,16 +74,14 @@ class RecordPairs(Pairs):
         return pairs
 
 
-def open_tfds(
-    name: str, wanted: tuple[str, str] | None, cache_dir: str, download: bool
-) -> TfdsCorpus:
+def open_tfds(name: str, wanted: str, cache_dir: str, download: bool) -> TfdsCorpus:
     """Return the dataset `name`, prepared if `download` allows it.
 
     Raises ValueError if it cannot be opened, prepared, or read in these languages.
     """
     builder = _tfds_builder(name, cache_dir)
     known = _translation_languages(builder, name)
-    languages = wanted or _order(builder, known)
+    languages = parse_languages(wanted, known) if wanted else _order(builder, known)
     missing = [language for language in languages if language not in known]
     if missing:
         raise ValueError(f"tfds:{name} has no language {missing[0]!r}; it has {list_names(known)}.")
@@ -185,7 +184,7 @@ def _order(builder: Any, languages: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _how_to_prepare(name: str, languages: tuple[str, str], cache_dir: str, builder: Any) -> str:
-    arguments = f"'tfds:{name}', 'train', '{'-'.join(languages)}', '{cache_dir}', True"
+    arguments = f"'tfds:{name}', 'train', '{join_languages(*languages)}', '{cache_dir}', True"
     return (
         f"tfds:{name} must be prepared before it is read; it is not in {builder.data_dir}. "
         "Download and prepare it by setting data.download (train.py --data.download), or with\n"
