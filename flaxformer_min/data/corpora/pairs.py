@@ -40,8 +40,7 @@ class Pairs(Sequence[Pair], abc.ABC):
     def fingerprint(self) -> str:
         """Return 16 hex digits that identify the pairs, for caches of what is computed from them.
 
-        Files are identified by path, size and time of change, prepared datasets by name and
-        version.
+        Files are identified by their content, prepared datasets by name and version.
         """
         return hashlib.sha256(json.dumps(self.identity()).encode()).hexdigest()[:16]
 

@@ -1,6 +1,8 @@
 """Text corpora: a folder of line-aligned or tab-separated files."""
 
+import functools
 import gzip
+import hashlib
 import mmap
 import os
 import zlib
@@ -9,22 +11,26 @@ from pathlib import Path
 import numpy as np
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
+from flaxformer_min.languages import join_languages, parse_languages
 from flaxformer_min.runtime.files import decode_line
 
 
 class TextCorpus:
     """A folder of line-aligned files: SPLIT.LANGUAGE, or SPLIT.tsv; each may end in .gz."""
 
-    def __init__(self, folder: Path, languages: tuple[str, str] | None):
-        """List the files of the folder."""
+    def __init__(self, folder: Path, languages: str):
+        """List the files of the folder; `languages` may be empty."""
         if not folder.is_dir():
             raise ValueError(f"text:DIR must name a folder; there is no folder {folder}.")
-        self.folder, self.wanted = folder, languages
+        self.folder = folder
         self.files: dict[str, dict[str, list[Path]]] = {}
         for path in sorted(folder.iterdir()):
             split, dot, ending = path.name.removesuffix(".gz").rpartition(".")
             if split and path.is_file():
                 self.files.setdefault(split, {}).setdefault(ending, []).append(path)
+
+        endings = {ending for split in self.files.values() for ending in split}
+        self.wanted = parse_languages(languages, endings - {"tsv"}) if languages else None
 
     def splits(self) -> list[str]:
         """Return the names of the splits, sorted."""
@@ -63,7 +69,7 @@ class TextCorpus:
         endings = self.files[split]
         if self.wanted or "tsv" in endings:
             return self.wanted or ("source", "target")
-        example = "-".join(sorted(endings)[:2])
+        example = join_languages(*sorted(endings)[:2])
         raise ValueError(
             f"{self.folder} holds {split!r} in {list_names(endings)}, and the source is ambiguous. "
             f"Set data.languages, for example to {example}."
@@ -101,13 +107,13 @@ class _Lines:
     def _load(self) -> None:
         with self.path.open("rb") as file:
             # Of the open file: by path, it could be that of a file that has replaced this one.
-            self.status = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             if self.path.suffix == ".gz":
                 try:
                     self.content = gzip.decompress(file.read())
                 except (OSError, EOFError, zlib.error) as error:
                     raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
-            elif self.status.st_size:
+            elif status.st_size:
                 self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             else:  # an empty file cannot be mapped
                 self.content = b""
@@ -133,8 +139,10 @@ class _Lines:
                 f"{error.start + 1} of the line. Convert the file, for example with iconv."
             ) from error
 
-    def identity(self) -> list:
-        return [str(self.path.resolve()), self.status.st_size, self.status.st_mtime_ns]
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the content: size and time of a file stay equal under some changes of it."""
+        return hashlib.sha256(self.content).hexdigest()
 
     def __getstate__(self) -> dict:
         return {"path": self.path}
@@ -162,7 +170,7 @@ class _PairOfFiles(Pairs):
         return len(self.sides[0])
 
     def identity(self) -> list:
-        return [list(self.languages), *(side.identity() for side in self.sides)]
+        return [list(self.languages), *(side.digest for side in self.sides)]
 
     def _read(self, indices: range) -> list[Pair]:
         source, target = self.sides
@@ -182,7 +190,7 @@ class _TableOfPairs(Pairs):
         return len(self.lines)
 
     def identity(self) -> list:
-        return [list(self.languages), self.lines.identity()]
+        return [list(self.languages), self.lines.digest]
 
     def _read(self, indices: range) -> list[Pair]:
         return [self._columns(i) for i in indices]
