@@ -9,6 +9,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -198,6 +199,10 @@ class TrainingBatches(Iterator[Batch]):
 
             if not flags.FLAGS.is_parsed():  # grain's workers read absl flags
                 flags.FLAGS.mark_as_parsed()
+            # Blocks of shared memory that a worker made and nobody read would be left behind at the
+            # end; batches are small enough for a pipe.
+            through_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+            dataset = grain.experimental.WithOptionsIterDataset(dataset, through_pipe)
             workers = grain.MultiprocessingOptions(num_workers=self._workers)
             dataset = dataset.mp_prefetch(workers, _end_with_parent)
         return iter(dataset)
