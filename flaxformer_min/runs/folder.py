@@ -148,7 +148,7 @@ class RunFolder:
     def keep_average(self, params: Any, step: int) -> None:
         """Save these parameters as the mean, to translate with from now on."""
         checkpoints = Checkpoints(self.averaged, keep=1)
-        meta = {"identity": self.identity()}
+        meta = {"identity": self.identity()} if self.exists else {}
         checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
         checkpoints.close()
 
