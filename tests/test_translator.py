@@ -1,9 +1,11 @@
-"""The translator: every line gets its own translation, whatever stands beside it."""
+"""The translator: the translation of a line depends on nothing but the line."""
 
 import copy
 import dataclasses
 import inspect
 import json
+import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,8 +17,8 @@ import numpy as np
 import pytest
 from tiny_run import LINES, make_tiny_run, random_params
 
-from flaxformer_min.config import DecodingConfig, ModelConfig
-from flaxformer_min.decoding.batching import LENGTHS, PLACES
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.batching import LENGTHS, MAX_BATCH_TOKENS, bucket
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
@@ -30,15 +32,44 @@ def run(tmp_path_factory):
     return make_tiny_run(tmp_path_factory.mktemp("runs") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def translator(run):
-    return Translator.load(run)
-
-
 def mixed_lines(count):
+    """Lines of one to three words: up to 16 tokens, half of them up to 12."""
     rng = np.random.default_rng(0)
-    words = " ".join(LINES).split()
-    return [" ".join(rng.choice(words, rng.integers(1, 9))) for _ in range(count)]
+    words = ["the", "red", "blue", "house", "has", "doors"]
+    return [" ".join(rng.choice(words, rng.integers(1, 4))) for _ in range(count)]
+
+
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def translated(run):
+    """A translator, what it made of `COUNT` lines, and how many programs it compiled for them."""
+    translator = Translator.load(run)
+    found = translator.hypotheses(mixed_lines(COUNT), translator.options())
+    return translator, found, translator.runner.compilations
+
+
+@pytest.fixture(scope="module")
+def translator(translated):
+    return translated[0]
+
+
+@pytest.fixture(scope="module")
+def expected(translated):
+    return translated[1]
+
+
+@pytest.fixture(scope="module")
+def options(translator):
+    return translator.options()
+
+
+@pytest.fixture(scope="module")
+def short(translator):
+    """The numbers of lines that are padded to 12 tokens."""
+    lengths = map(len, translator.source_tokenizer.encode_batch(mixed_lines(COUNT)))
+    return [number for number, length in enumerate(lengths) if length <= 12]
 
 
 def assert_same(found, expected):
@@ -49,49 +80,63 @@ def assert_same(found, expected):
     )
 
 
-@pytest.fixture(scope="module")
-def expected(translator):
-    return translator.hypotheses(mixed_lines(200), translator.options())
-
-
-def test_a_translation_does_not_depend_on_the_order_of_lines(translator, expected):
-    lines = mixed_lines(200)
-    order = np.random.default_rng(1).permutation(200)
-    found = translator.hypotheses([lines[i] for i in order], translator.options())
+def test_a_translation_does_not_depend_on_the_order_of_lines(translator, options, expected):
+    lines = mixed_lines(COUNT)
+    order = np.random.default_rng(1).permutation(COUNT)
+    found = translator.hypotheses([lines[i] for i in order], options)
     assert_same(found, [expected[i] for i in order])
 
 
-def test_a_translation_does_not_depend_on_its_batch_mates(translator, expected):
-    """One by one; a few are enough, for each is a batch of its own."""
-    lines = mixed_lines(200)
-    found = [translator.hypotheses([line], translator.options())[0] for line in lines[:20]]
-    assert_same(found, expected[:20])
+def test_a_translation_does_not_depend_on_its_batch_mates(translator, options, expected, short):
+    """One by one; a few are enough, because each is a batch of its own."""
+    lines = mixed_lines(COUNT)
+    found = [translator.hypotheses([lines[i]], options)[0] for i in short[:20]]
+    assert_same(found, [expected[i] for i in short[:20]])
 
 
-def test_a_translation_does_not_depend_on_the_batch_size(run, expected):
+@pytest.mark.slow
+def test_a_translation_does_not_depend_on_the_batch_size(run, options, expected):
     translator = Translator.load(run)
-    translator.decoding = dataclasses.replace(translator.decoding, batch_size=64)
-    assert_same(translator.hypotheses(mixed_lines(200), translator.options()), expected)
+    translator.runner.batch_size = 64
+    assert_same(translator.hypotheses(mixed_lines(COUNT), options), expected)
 
 
-def test_a_translation_does_not_depend_on_padding(translator, expected):
-    """A long line among them pads all its batch mates to its own length."""
+def test_a_translation_does_not_depend_on_padding(translator, options, expected, short):
+    """A longer line pads all lines of its batch to its own length."""
+    lines = mixed_lines(COUNT)
+    (long, *_) = set(range(COUNT)) - set(short)
+    found = translator.hypotheses([lines[i] for i in (long, *short[:5])], options)
+    assert_same(found[1:], [expected[i] for i in short[:5]])
+
+
+@pytest.mark.slow
+def test_a_translation_does_not_depend_on_padding_of_many_tokens(translator, options, expected):
     long = " ".join(LINES[:2])
-    found = translator.hypotheses([long, *mixed_lines(200)[:5]], translator.options())
+    found = translator.hypotheses([long, *mixed_lines(COUNT)[:5]], options)
     assert_same(found[1:], expected[:5])
 
 
+def test_a_translation_does_not_depend_on_the_number_of_cores(
+    run, options, expected, short, monkeypatch
+):
+    """One virtual device has all cores to itself; of two, each has a batch of its own."""
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    translator = Translator.load(run)
+    assert translator.runner.cores == 1 and jax.device_count() == 2
+    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:8]], options)
+    assert_same(found, [expected[i] for i in short[:8]])
+
+
+@pytest.mark.slow
 def test_a_translation_does_not_depend_on_the_number_of_devices(run, expected):
     script = (
         "import json, sys; sys.path.insert(0, sys.argv[2]);"
-        "from test_translator import mixed_lines, Translator; import jax;"
+        "from test_translator import COUNT, mixed_lines, Translator; import jax;"
         "t = Translator.load(sys.argv[1]);"
-        "found = t.hypotheses(mixed_lines(200), t.options());"
+        "found = t.hypotheses(mixed_lines(COUNT), t.options());"
         "print(json.dumps([jax.device_count(), [best[0] for best in found]]))"
     )
     environment = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", script, str(run), str(HERE)],
         env={**os.environ, **environment},
@@ -107,15 +152,25 @@ def test_a_translation_does_not_depend_on_the_number_of_devices(run, expected):
     np.testing.assert_allclose([best[1] for best in found], log_probs, atol=1e-4)
 
 
-def test_empty_lines_stay_empty_and_in_place(translator):
-    found = translator.translate(["", "the red house", "  ", "the blue house"])
+def test_empty_lines_stay_empty_and_in_place(translator, options):
+    """Also beside a line of spaces, which is empty, too."""
+    lines = ["", "red house", "  ", "blue"]
+    found = [best[0].text for best in translator.hypotheses(lines, options)]
     assert (found[0], found[2]) == ("", "")
-    assert found[1] == translator.translate(["the red house"])[0]
+    alone = translator.hypotheses(["red house"] * 4, options)
+    assert found[1] == alone[0][0].text != ""
     assert len(found) == 4
 
 
+def test_translate_returns_the_best_text_of_each_line(translator, expected):
+    assert translator.translate(["", *mixed_lines(COUNT)]) == [
+        "",
+        *[best[0].text for best in expected],
+    ]
+
+
 class Letters:
-    """A tokenizer that cuts a text into the same pieces again: one a letter."""
+    """A tokenizer of one piece per letter, so that a text has only one encoding."""
 
     def encode_batch(self, texts):
         return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
@@ -127,63 +182,99 @@ class Letters:
         return [chr(i + 61) for i in ids]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_the_score_of_a_hypothesis_is_the_beams_own(alpha):
-    """EOS included, and the length penalty of Wu et al. 2016 over all tokens."""
+@pytest.fixture(scope="module")
+def speller():
+    """A translator from letters to letters."""
     config = ModelConfig(vocab_size=30, num_layers=1, d_model=16, d_ff=16, num_heads=2)
-    translator = Translator([config], [random_params(config)], (Letters(), Letters()))
+    return Translator([Transformer(config)], [random_params(config)], (Letters(), Letters()))
+
+
+@pytest.mark.parametrize(
+    "alpha",
+    [pytest.param(0.0, marks=pytest.mark.slow), 0.6, pytest.param(1.0, marks=pytest.mark.slow)],
+)
+def test_the_score_of_a_hypothesis_is_that_of_the_beam(speller, alpha):
+    """EOS included, and the length penalty of Wu et al. 2016 over all tokens."""
     lines = ["ABC", "ABCDEFGHIJ", "F"]
-    options = translator.options(n_best=3, length_penalty=alpha, max_extra_tokens=5)
-    found = translator.hypotheses(lines, options)
+    options = speller.options(n_best=3, length_penalty=alpha, max_extra_tokens=8)
+    found = speller.hypotheses(lines, options)
     pairs = [(line, each.text) for line, best in zip(lines, found, strict=True) for each in best]
     expected = [each for best in found for each in best]
     assert len(pairs) == 9
-    for scored, each in zip(translator.score(pairs), expected, strict=True):
+    assert all(best == sorted(best, key=lambda each: -each.score) for best in found)
+    for scored, each in zip(speller.score(pairs), expected, strict=True):
         assert scored.log_prob == pytest.approx(each.log_prob, abs=1e-4)
         penalty = ((5 + len(each.text) + 1) / 6) ** alpha
         assert each.score == pytest.approx(each.log_prob / penalty, abs=1e-4)
 
 
-def test_scores_are_those_of_teacher_forcing_token_by_token(run, translator):
-    pairs = [("the red house", "the blue house"), ("the house has 3 doors", "")]
+def test_scores_are_those_of_teacher_forcing_token_by_token(translator):
+    pairs = [("red house", "blue house"), ("the doors", "")]
     model = translator.models[0]
-    params = jax.tree.map(np.asarray, translator.params[0])
+    params = jax.tree.map(np.asarray, translator.runner.params[0])
+    apply = jax.jit(model.apply)
     for pair, scored in zip(pairs, translator.score(pairs), strict=True):
         ids = [translator.source_tokenizer.encode(text) for text in pair]
-        batch = Batch(*(one_sentence_per_row(jnp.array([side])) for side in ids))
-        log_probs = jax.nn.log_softmax(model.apply({"params": params}, batch))[0]
-        by_hand = [float(log_probs[place, token]) for place, token in enumerate(ids[1])]
+        padded = [np.pad(side, (0, 12 - len(side))) for side in ids]
+        batch = Batch(*(one_sentence_per_row(jnp.array([side])) for side in padded))
+        logits = np.asarray(apply({"params": params}, batch), np.float64)[0]
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        by_hand = [log_probs[position, token] for position, token in enumerate(ids[1])]
         np.testing.assert_allclose(scored.log_probs, by_hand, atol=1e-5)
         assert scored.tokens[-1] == "</s>"
         assert scored.log_prob == pytest.approx(sum(by_hand), abs=1e-4)
 
 
-def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(translator):
+def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller):
+    """Hypotheses have the score that the whole text has; no prefix changes nothing."""
+    lines, prefixes = ["ABC", "ABCDEFGHIJ", "F"], ["AB", "", "CDEFGH"]
+    options = speller.options(n_best=3, max_extra_tokens=8)
+    found = speller.hypotheses(lines, options, prefixes)
+    for line, hypotheses, prefix in zip(lines, found, prefixes, strict=True):
+        assert len(hypotheses) == 3
+        scored = speller.score([(line, each.text) for each in hypotheses])
+        for each, score in zip(hypotheses, scored, strict=True):
+            assert each.text.startswith(prefix)
+            assert each.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+            penalty = ((5 + len(each.text) + 1) / 6) ** 0.6
+            assert each.score == pytest.approx(each.log_prob / penalty, abs=1e-4)
+    assert_same(found[1:2], speller.hypotheses(lines, options)[1:2])
+
+
+@pytest.mark.slow
+def test_a_forced_prefix_begins_the_translation_of_a_run(translator):
     lines = ["the red house has 3 doors", "the blue house", "the green house"]
     prefixes = ["the blue", "", "red house"]
     options = translator.options(n_best=2)
     found = translator.hypotheses(lines, options, prefixes)
     for hypotheses, prefix in zip(found, prefixes, strict=True):
         assert all(each.text.startswith(prefix) for each in hypotheses)
-    alone = translator.hypotheses(lines[1:2], options)
-    assert_same(found[1:2], alone)
+    assert_same(found[1:2], translator.hypotheses(lines[1:2], options))
+
+
+def test_a_prefix_that_cannot_be_followed_is_refused(translator, options):
     long = translator.options(max_extra_tokens=5_000)
     with pytest.raises(ValueError, match="prefix 1 has 2[0-9]+ tokens, the limit is 2048. Shorten"):
         translator.hypotheses(["red"], long, ["1" * 2_100])
+    with pytest.raises(ValueError, match="prefix 2 has .* Raise max_extra_tokens"):
+        translator.hypotheses(["red", "red"], options, ["", "the red house " * 9])
     with pytest.raises(ValueError, match="one prefix for each line; got 1 for 3"):
-        translator.hypotheses(lines, options, ["the"])
+        translator.hypotheses(["a", "b", "c"], options, ["the"])
 
 
-def test_n_best_is_ordered_by_score(translator):
-    options = translator.options(beam_size=4, n_best=4)
+@pytest.mark.slow
+@pytest.mark.parametrize("beam_size", [2, 4])
+def test_n_best_is_ordered_by_score(translator, beam_size):
+    options = translator.options(beam_size=beam_size, n_best=beam_size)
     for hypotheses in translator.hypotheses(mixed_lines(10), options):
         scores = [each.score for each in hypotheses]
+        assert len(scores) == beam_size
         assert scores == sorted(scores, reverse=True)
         assert len({each.log_prob for each in hypotheses}) == len(hypotheses)
 
 
-def test_samples_repeat_by_seed_and_line(translator):
-    lines = mixed_lines(12)
+def test_samples_repeat_by_seed_and_line(translator, short):
+    lines = [mixed_lines(COUNT)[i] for i in short[:12]]
     sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9)
 
     def texts(seed, first_line=1, lines=lines):
@@ -192,36 +283,54 @@ def test_samples_repeat_by_seed_and_line(translator):
         return [each[0].text for each in found]
 
     assert texts(1) == texts(1)
-    compilations = translator.compilations
+    compilations = translator.runner.compilations
     assert texts(2) != texts(1) != texts(2**40)
-    assert translator.compilations == compilations
+    assert translator.runner.compilations == compilations
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 
-def test_an_over_long_line_is_cut_and_named(run):
-    translator = Translator.load(run)
-    warnings = []
-    translator.decoding = DecodingConfig(beam_size=1, max_extra_tokens=1, batch_size=1)
+def test_an_over_long_line_is_truncated_with_a_warning_that_names_it(translator, caplog):
+    """The sources that are searched for have 1,024 tokens at most, EOS included."""
+    searched = []
+    stub = copy.copy(translator)
+    stub.runner = copy.copy(translator.runner)
+    stub.runner.search = lambda sources, *_: searched.append(sources) or []
     long = " ".join(LINES * 30)
-    cut = translator._cut([[5] * (LENGTHS[-1] + 1), [5, 3]], "line", 7, warnings.append)
-    assert [len(ids) for ids in cut] == [LENGTHS[-1], 2]
-    assert cut[0][-1] == 3
-    assert warnings == ["line 7 has 1,025 tokens; only its first 1,023 are read."]
-    assert len(translator.source_tokenizer.encode(long)) > LENGTHS[-1]
+    ids = translator.source_tokenizer.encode(long)
+    assert len(ids) > LENGTHS[-1]
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        stub.hypotheses([long, "red"], translator.options(), first_line=7)
+    assert caplog.messages == [f"line 7 has {len(ids):,} tokens; only its first 1,023 are read."]
+    assert searched[0][7] == [*ids[:1_023], EOS]
+    assert searched[0][8] == translator.source_tokenizer.encode("red")
 
 
 def test_models_decide_together_by_the_mean_of_their_probabilities(tmp_path, run, translator):
     other = make_tiny_run(tmp_path / "other", seed=1)
-    both = Translator.load(run, other)
-    pairs = [("the red house", "the blue house")]
-    single = [Translator.load(each).score(pairs)[0].log_probs for each in (run, other)]
+    pairs = [("red house", "blue house")]
+    single = [each.score(pairs)[0].log_probs for each in (translator, Translator.load(other))]
     mean = np.log(np.mean(np.exp(single), axis=0))
+    both = Translator.load(run, other)
     np.testing.assert_allclose(both.score(pairs)[0].log_probs, mean, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_and_itself_decide_as_it_does_alone(run, options, expected):
     twice = Translator.load(run, run)
-    assert_same(
-        twice.hypotheses(mixed_lines(10), twice.options()),
-        translator.hypotheses(mixed_lines(10), translator.options()),
-    )
+    assert_same(twice.hypotheses(mixed_lines(COUNT)[:10], options), expected[:10])
+
+
+@pytest.mark.slow
+def test_two_models_search_by_their_mean_probability(tmp_path, run, speller):
+    """The score of a hypothesis of both is the one that both give it together."""
+    config = speller.models[0].config
+    params = [random_params(config, seed) for seed in (0, 1)]
+    models, letters = [Transformer(config)] * 2, (Letters(), Letters())
+    both = Translator(models, params, letters)
+    found = both.hypotheses(["ABC"], both.options(n_best=3))[0]
+    scored = both.score([("ABC", each.text) for each in found])
+    for each, score in zip(found, scored, strict=True):
+        assert each.log_prob == pytest.approx(score.log_prob, abs=1e-4)
 
 
 def test_models_with_different_vocabularies_cannot_decide_together(tmp_path, run):
@@ -240,14 +349,19 @@ def test_attention_is_that_of_every_layer_and_head_with_its_tokens(translator):
         np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     assert np.triu(attention.decoder[0, 0], 1).sum() == 0
     assert attention.read_tokens[1:] == attention.target_tokens[:-1]
-    own = translator.attention("the red house")
-    assert own.target_tokens[-1] == "</s>"
 
 
-def test_attention_is_shown_of_a_model_that_was_trained_without_seeing_it(translator):
+def test_attention_of_no_target_is_that_of_the_translation(translator):
+    own = translator.attention("red house")
+    pieces = translator.target_tokenizer.pieces
+    (text,) = translator.translate(["red house"])
+    assert own.target_tokens == pieces(translator.target_tokenizer.encode(text))
+
+
+def test_attention_is_shown_of_a_model_that_was_trained_without_its_weights(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
     config = dataclasses.replace(translator.models[0].config, attention="fused")
-    fused = Translator([config], translator.params, tokenizers)
+    fused = Translator([Transformer(config)], translator.runner.params, tokenizers)
     for found, expected in zip(
         fused.attention("the red house", "the blue house"),
         translator.attention("the red house", "the blue house"),
@@ -259,20 +373,19 @@ def test_attention_is_shown_of_a_model_that_was_trained_without_seeing_it(transl
 @pytest.mark.parametrize("batch_size", [64, 512])
 @pytest.mark.parametrize("longest", [12, 65, 129, 300, 700, 1024])
 def test_a_batch_is_padded_to_a_size_that_fits_into_memory(translator, batch_size, longest):
-    """Long sentences come in small batches, which hold no rows that nobody needs."""
-    small = copy.copy(translator)
-    small.decoding = dataclasses.replace(translator.decoding, batch_size=batch_size)
-    width = min(width for width in LENGTHS if width >= longest)
+    """Long sentences come in small batches without rows of padding."""
+    small = copy.copy(translator.runner)
+    small.batch_size = batch_size
+    width = bucket(longest, LENGTHS)
     for sentences in (1, 20, 100, 5_000):
         rows = small._rows(sentences, longest)
-        assert rows * width <= max(PLACES, width) and rows <= batch_size
-    numbers = list(range(300))
-    for batch in small._batches(numbers, [longest] * 300):
+        assert rows * width <= max(MAX_BATCH_TOKENS, width) and rows <= batch_size
+    for batch in small._batches({number: longest for number in range(300)}):
         assert len(batch) == small._rows(len(batch), longest) or batch[-1] == 299
 
 
 def test_one_text_is_no_list_of_texts(translator):
-    """It would be translated letter by letter."""
+    """Its letters would be taken for lines."""
     with pytest.raises(ValueError, match=r"lines must be a list of texts.*\[text\]"):
         translator.translate("the red house")
     with pytest.raises(ValueError, match="prefixes must be a list"):
@@ -283,37 +396,36 @@ def test_one_text_is_no_list_of_texts(translator):
             score(translator, pairs)
 
 
-def test_nothing_is_compiled_twice_for_the_same_shapes(run):
+def test_nothing_is_compiled_twice_for_the_same_shapes(translated, options):
     """Batches of one size differ only in the length that their sentences are padded to."""
-    translator = Translator.load(run)
-    lines = mixed_lines(30)
+    translator, _, compilations = translated
+    lines = mixed_lines(COUNT)
     lengths = map(len, translator.source_tokenizer.encode_batch(lines))
-    padded_to = {min(width for width in LENGTHS if width >= length) for length in lengths}
-    translator.translate(lines)
-    before = translator.compilations
-    translator.translate(lines[::-1])
-    assert 1 < translator.compilations == before <= len(padded_to)
+    assert compilations == len({bucket(length, LENGTHS) for length in lengths}) == 2
+    before = translator.runner.compilations
+    translator.hypotheses(lines[::-1], options)
+    assert translator.runner.compilations == before
 
 
-def test_each_core_searches_a_batch_of_its_own(run, expected):
+def test_each_core_searches_a_batch_of_its_own(translator, options, expected, short, monkeypatch):
     """Two devices, two batches: each waits until the other has begun, too."""
-    translator, both = Translator.load(run), threading.Barrier(2, timeout=60)
-    prepare = translator._search
+    both = threading.Barrier(2, timeout=60)
+    prepare = translator.runner._prepare_search
 
     def meeting(*arguments):
         search = prepare(*arguments)
         return lambda: (both.wait(), search())[1]
 
-    translator._search = meeting
-    found = translator.hypotheses(mixed_lines(200)[:16], translator.options())
-    assert_same(found, expected[:16])
+    monkeypatch.setattr(translator.runner, "_prepare_search", meeting)
+    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:16]], options)
+    assert_same(found, [expected[i] for i in short[:16]])
 
 
 def test_the_translator_restores_what_was_trained(run, translator):
     """The model with the checkpoint's own parameters gives the translator's logits."""
     from flaxformer_min.runs.folder import RunFolder
 
-    params = RunFolder(run).params(None, pytest.fail).params
+    params = RunFolder(run).params().params
     assert RunFolder(run).model_config() == translator.models[0].config
     assert isinstance(translator.models[0], Transformer)
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(translator.params[0]))
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(translator.runner.params[0]))

@@ -1,11 +1,13 @@
-"""From lines of text to lines of text, with a trained model."""
+"""Translation of lines of text with a trained model."""
 
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -21,7 +23,7 @@ from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 LOGGER = logging.getLogger("flaxformer_min")
 
 DECODING_METHODS = ("encode", "precompute_cross_attention", "prefill", "decode_step")
-"""What a search calls, beside `hidden_states` and `logits` for scores (see docs/extending.md)."""
+"""Methods that a search calls; scoring calls `hidden_states` and `logits` (docs/extending.md)."""
 
 
 class Translation(NamedTuple):
@@ -49,7 +51,7 @@ class PairScore(NamedTuple):
 
     @property
     def log_prob(self) -> float:
-        """Of the whole translation, in nats."""
+        """Log-probability of the whole translation in nats."""
         return float(np.sum(self.log_probs, dtype=np.float64))
 
 
@@ -108,6 +110,7 @@ class Translator:
         self.decoding = decoding or DecodingConfig()
         self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
         self.restored: list[Restored] = []
+        self._attend = jax.jit(partial(self.models[0].apply, mutable=["intermediates"]))
 
     @classmethod
     def load(
@@ -176,9 +179,10 @@ class Translator:
         first_line: int = 1,
         stop: StopCheck = None,
     ) -> list[list[Translation]]:
-        """Return the `n_best` translations of each line, best first; one empty one for no text.
+        """Return the `n_best` translations of each line, best first.
 
-        `prefixes` are how translations must begin, "" for no constraint. A source with more tokens
+        A line without text has a single, empty translation. Translations begin with `prefixes`; ""
+        is no constraint. A source with more tokens
         than the last of `batching.LENGTHS` is truncated and logged as a warning, with its number
         counted from `first_line`. Raises Stopped between two batches once `stop()`.
         """
@@ -192,9 +196,9 @@ class Translator:
         sources = self._truncate(encoded, "line", first_line)
         forced = self._encode_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
-        wanted = [number for number, line in enumerate(lines) if line.strip()]
-        by_line = {first_line + number: sources[number] for number in wanted}
-        forced_by_line = {first_line + number: forced[number] for number in wanted}
+        nonempty = [number for number, line in enumerate(lines) if line.strip()]
+        by_line = {first_line + number: sources[number] for number in nonempty}
+        forced_by_line = {first_line + number: forced[number] for number in nonempty}
         for batch, found in self.runner.search(by_line, forced_by_line, options, stop):
             for row, line in enumerate(batch):
                 results[line - first_line] = self._to_text(found, row, forced_by_line[line])
@@ -247,9 +251,7 @@ class Translator:
         both = [
             one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)
         ]
-        _, state = self.models[0].apply(
-            {"params": self.runner.params[0]}, Batch(*both), mutable=["intermediates"]
-        )
+        _, state = self._attend({"params": self.runner.params[0]}, Batch(*both))
         sown = state["intermediates"]
 
         def stack(side: str, box: str) -> np.ndarray:
@@ -327,7 +329,7 @@ def _model_of(config: ModelConfig, model: nn.Module | None, run: Path) -> nn.Mod
             f"{run} was trained with {needed or 'the Transformer of this package'}; got model="
             f"{given or None}. "
             + (
-                "Give the same model: Translator.load(run, model=...)."
+                "Pass the same model: Translator.load(run, model=...)."
                 if needed
                 else "Leave it out."
             )
@@ -343,7 +345,7 @@ def fit_model(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def _with_explicit_attention(model: nn.Module) -> nn.Module:
-    """A search computes few queries at a time, and `attention` shows the weights."""
+    """Return the model with explicit attention, because `attention` needs the weights."""
     config = getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return model
