@@ -128,9 +128,9 @@ class BatchRunner:
         return self._run_all(prepare, self._batches(lengths), stop)
 
     def _batches(self, lengths: dict[int, int]) -> Iterator[list[int]]:
-        """Longest first, so that the sentences of a batch have similar lengths.
+        """Yield batches, longest sentences first, so that those of a batch have similar lengths.
 
-        Few sentences are shared out among the cores; a batch that is not full costs as much.
+        Few sentences are divided among the cores, because padding rows cost as much.
         """
         waiting = sorted(lengths, key=lambda number: (-lengths[number], number))
         share = -(-len(waiting) // self.cores)
@@ -145,7 +145,7 @@ class BatchRunner:
         batches: Iterable[list[int]],
         stop: StopCheck,
     ) -> Iterator[tuple[list[int], Any]]:
-        """Yield each batch with its result; further batches run meanwhile."""
+        """Yield each batch with its result, while the next batches are running."""
         waiting: list[tuple[list[int], Future]] = []
         pool = ThreadPoolExecutor(self.cores)
         try:

@@ -195,7 +195,7 @@ class _Loop:
         return State(state.index + 1, alive, finished, cache)
 
     def run(self, rows: Row, state: State, capacity: int, more_than: int = 0) -> State:
-        """Go on until `capacity` tokens, or no `more_than` this many sentences are alive."""
+        """Loop up to `capacity` tokens, while more than `more_than` sentences are alive."""
         return jax.lax.while_loop(
             lambda state: (_is_alive(state.alive).sum() > more_than) & (state.index < capacity),
             partial(self.step, rows),
@@ -228,7 +228,7 @@ def search(
     on the other sentences of the batch nor on `steps`, if that is enough.
 
     max_length:     most tokens of prefix, translation and EOS. The last one is EOS, at its own
-                    log-probability, even if the prefix leaves no room for another token.
+                    log-probability, even if the prefix already has as many tokens.
     steps:          most new tokens of any sentence, EOS included: the size of the result.
     capacities:     increasing numbers of new tokens below `steps`: the capacity of `cache`, and
                     those it is resized to before it gets its last one, `steps`. Empty: `cache`
@@ -348,12 +348,12 @@ def _check_search(
         raise ValueError(f"beam_size must be at least 1, which is greedy; got {beam_size}.")
     if not 1 <= n_best <= beam_size:
         raise ValueError(
-            "n_best must be from 1 to beam_size, the hypotheses that there are; "
-            f"got n_best={n_best}, beam_size={beam_size}. Ask for fewer, or widen the beam."
+            "n_best must be from 1 to beam_size, the number of hypotheses; "
+            f"got n_best={n_best}, beam_size={beam_size}. Request fewer, or widen the beam."
         )
     if not 0 <= length_penalty <= LENGTH_PENALTY_LIMIT:
         raise ValueError(
-            "length_penalty must be at least 0, or the search could not tell when to stop, and at "
+            "length_penalty must be at least 0, so that the search can stop early, and at "
             f"most {LENGTH_PENALTY_LIMIT}; got {length_penalty}. 0 prefers short translations most."
         )
     if min_length < 0:
@@ -364,7 +364,7 @@ def _check_sampling(sampling: Sampling | None, key: Key[Array, " batch"] | None)
     if sampling is None:
         if key is not None:
             raise ValueError(
-                "key is for sampling, and none was asked for. Give sampling=Sampling()."
+                "key is only used with sampling; got sampling=None. Pass sampling=Sampling()."
             )
         return
     temperature, top_k, top_p = sampling

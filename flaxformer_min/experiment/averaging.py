@@ -31,7 +31,7 @@ def validate_average(run: RunFolder, config: TrainingConfig, validate: Validate,
 
 
 def drop_average(run: RunFolder, which: str) -> None:
-    """Remove a mean whose checkpoints are no longer the newest, or that is not asked for now."""
+    """Remove a mean whose checkpoints are no longer the newest, or that is no longer requested."""
     with main_process_first(f"mean {which}"):
         if is_main_process():
             run.drop_average()

@@ -1,4 +1,4 @@
-"""The model of a job: this package's Transformer, or one of the caller's own."""
+"""The model of a job: this package's Transformer, or one given by the caller."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
 
 TRAINING_METHODS = ("hidden_states", "logits")
-"""What training and validation call: hidden_states(batch), logits(x)."""
+"""Methods that training and validation call: hidden_states(batch) and logits(x)."""
 
 
 def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers) -> nn.Module:
@@ -60,7 +60,7 @@ def can_decode(model: nn.Module) -> bool:
 
 
 def with_architecture(config: Config, model: nn.Module | None) -> Config:
-    """Return the settings with the name of the given model, which loading the run will ask for."""
+    """Return the settings with the name of the given model, which loading the run requires."""
     if model is None:
         return config
     named: ModelConfig = dataclasses.replace(config.model, architecture=type(model).__name__)

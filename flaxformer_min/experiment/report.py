@@ -1,4 +1,4 @@
-"""What a training job reports to a person, through the logger "flaxformer_min"."""
+"""Messages of a training job, logged to "flaxformer_min"."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from flaxformer_min.training.step import TrainState
 LOGGER = logging.getLogger("flaxformer_min")
 
 MUCH_PADDING = 0.05
-"""Share of padding from which better row lengths are suggested, if there are any."""
+"""Share of padding above which better row lengths are suggested, if there are any."""
 
 MEMORY_ADVICE = (
     "Training needs less with --model.remat or --model.dtype bfloat16, or, in a new run folder, "
@@ -39,7 +39,7 @@ class Stopwatch:
         self._since = now
 
     def __str__(self) -> str:
-        """The stages with their seconds."""
+        """Return the stages with their seconds."""
         return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())
 
 
@@ -80,7 +80,7 @@ def report_start(folder: Any, config: ModelConfig, state: TrainState, epoch: Epo
 
 
 def format_example(pair: tuple[str, str], translation: str) -> str:
-    """Return a source, its translation and the reference, for people to compare.
+    """Return three lines: a source, its translation and the reference.
 
     >>> print(format_example(("one two", "two one"), "two two"))
         one two

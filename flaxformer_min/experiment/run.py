@@ -50,20 +50,20 @@ from flaxformer_min.training.step import TrainState
 LOGGER = logging.getLogger("flaxformer_min")
 
 POLL_SECONDS = 0.2
-"""The main thread looks for an interrupt at least this often while training runs."""
+"""The main thread checks for an interrupt at least this often while training runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What `train` leaves.
+    """The result of `train`.
 
     run:        the run folder.
     step:       steps taken so far, in all starts together.
     stopped:    whether a stop request came before the end; the same call continues.
     validation: the newest scores: "loss", "perplexity", "accuracy", "bleu"; those not measured are
                 missing.
-    test:       scores of the test split, translated with what `translator` holds; None without a
-                test split, or if stopped.
+    test:       scores of the test split, translated with `translator`; None without a test split,
+                or if stopped.
     example:    a source sentence of the validation split, to try.
     """
 
@@ -99,7 +99,7 @@ def train(
     model:      any Linen module with `hidden_states(batch)` and `logits(x)`, instead of the
                 Transformer of `config.model` (see docs/extending.md).
     token_loss: used instead of label-smoothed cross-entropy.
-    stop:       called between steps: whether to save and return.
+    stop:       called between steps; returns whether to save and return.
     profile:    record this many steps, from the 11th of this start on, in the run folder.
 
     Ctrl-C (or Stop in a notebook) finishes the step, saves, and returns `stopped=True`; a second
@@ -149,10 +149,10 @@ class Interrupt:
         return self._came.is_set() or (self._stop is not None and self._stop())
 
     def shield(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in a thread, which a KeyboardInterrupt cannot tear apart.
+        """Run `work` in a thread, where KeyboardInterrupt cannot interrupt a step.
 
-        Python raises it in the main thread between any two operations: inside of a step, it would
-        lose the state that the step has donated.
+        Python raises it in the main thread, between any two operations. Within a step, the state
+        that the step has donated would be lost.
         """
         pool = ThreadPoolExecutor(1, "train")
         try:
@@ -168,7 +168,7 @@ class Interrupt:
 
 
 def _result_of(running: Future) -> Any:
-    """Wait for the result; look up often, because not every interrupt ends a wait."""
+    """Wait for the result. Poll, because not every interrupt ends a wait."""
     while not running.done():
         wait([running], timeout=POLL_SECONDS)
     return running.result()
@@ -176,7 +176,7 @@ def _result_of(running: Future) -> Any:
 
 @dataclasses.dataclass
 class Job:
-    """The stages of a job after its text was prepared."""
+    """A training job whose text is prepared."""
 
     run: RunFolder
     prepared: Prepared
@@ -288,7 +288,7 @@ class Job:
         return trainer
 
     def _score_test_set(self) -> Evaluation | None:
-        """Score the test split with what a user would restore; once, in the main process."""
+        """Score the test split with the restored parameters, in the main process."""
         test = None
         with main_process_first("test score"):
             if is_main_process() and can_decode(self.model):
@@ -311,7 +311,7 @@ class Job:
         return score_test_set(translator, pairs, target_language(self.config), self.stop)
 
     def _newest_scores(self, scores: Mapping[str, float]) -> dict[str, float]:
-        if not scores:  # nothing was left to do: those of the start that ended the run
+        if not scores:  # no step was left: use the logged scores
             validated = [
                 line for line in read_metrics(self.run.metrics) if "validation_loss" in line
             ]

@@ -38,7 +38,7 @@ def initialise(
 
     def while_compiling(state: TrainState) -> None:
         report(state)
-        if first_batch is not None and jax.process_count() == 1:  # several lower real arrays only
+        if first_batch is not None and jax.process_count() == 1:  # several need real arrays
             train_step.lower(state, first_batch()).compile()
 
     state = init_state(model, config, while_compiling)

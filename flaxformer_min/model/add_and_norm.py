@@ -11,7 +11,7 @@ EPSILON = 1e-6
 
 
 class LayerNorm(nn.LayerNorm):
-    """Flax's layer norm, which mixes types itself, whatever promotion of types is chosen."""
+    """Flax's layer norm, with the standard type promotion that it relies on."""
 
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Return `x` with mean 0 and variance 1 over d_model, scaled and shifted."""

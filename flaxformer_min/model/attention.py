@@ -21,7 +21,7 @@ def attention_weights(
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
-    # The lowest number instead of -inf: a row of -inf would make NaN on the way to its zeros.
+    # The lowest number instead of -inf, because a row of -inf would give NaN, in gradients too.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(query.dtype)
 
@@ -61,7 +61,7 @@ batched_scaled_dot_product_attention = jax.jit(
 
 
 BLOCK = 128
-"""Queries per block: longer rows hold the weights of one block in memory at a time."""
+"""Queries per block. In longer rows, the weights of only one block are in memory at a time."""
 
 
 def attention_by_blocks(
@@ -70,7 +70,7 @@ def attention_by_blocks(
     value: Float[Array, "batch heads keys d_k"],
     mask: Bool[Array, "batch queries keys"],
 ) -> Float[Array, "batch heads queries d_k"]:
-    """Compute the output of `batched_scaled_dot_product_attention` for `BLOCK` queries at a time.
+    """Return the output of `batched_scaled_dot_product_attention`, computed block by block.
 
     Attention weights grow with the square of the row length. Only those of one block are in memory
     at a time, and the backward pass recomputes them (Rabe and Staats 2021). `BLOCK` must divide the
@@ -93,9 +93,9 @@ def fused_attention(
     value: Float[Array, "batch heads keys d_k"],
     mask: Bool[Array, "batch queries keys"],
 ) -> Float[Array, "batch heads queries d_k"]:
-    """Compute the output of `batched_scaled_dot_product_attention` without returning the weights.
+    """Return the output of `batched_scaled_dot_product_attention`, without the weights.
 
-    Where cuDNN supports the shapes, an NVIDIA GPU uses flash attention (Dao et al. 2022), which
+    If cuDNN supports the shapes, an NVIDIA GPU uses flash attention (Dao et al. 2022), which
     computes the weights block by block and never stores them. Elsewhere XLA computes equation 1.
     """
     flash = _cudnn_supports(query, key)
@@ -110,7 +110,7 @@ def fused_attention(
 
 
 def _cudnn_supports(query: Array, key: Array) -> bool:
-    """Whether cuDNN is present and accepts this shape [batch heads length d_k] and dtype."""
+    """Return whether cuDNN supports these shapes, [batch heads length d_k], and this dtype."""
     lengths_are_even = query.shape[2] % 2 == key.shape[2] % 2 == 0
     heads_fit = query.shape[3] % 8 == 0 and query.shape[3] <= 128
     on_nvidia = "cuda" in jax.local_devices()[0].client.platform_version

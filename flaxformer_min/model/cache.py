@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from flaxformer_min.model.attention import KeyValue
 
 UNFILLED = -1
-"""Entry of `Cache.ancestors` for a column that holds no token of the hypothesis yet."""
+"""Entry of `Cache.ancestors` for a column without a token of the hypothesis."""
 
 
 class CrossAttentionCache(NamedTuple):
@@ -27,7 +27,7 @@ class CrossAttentionCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens that the hypotheses of each sentence consist of so far.
+    """Keys and values of the tokens of all hypotheses so far.
 
     They stay where they were first stored; when hypotheses branch or die, only the small table
     `ancestors` is reordered (see `masks.ancestor_mask`).

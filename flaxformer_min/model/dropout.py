@@ -1,4 +1,4 @@
-"""Dropout (section 5.4) that draws one random byte a value, because bits dominate its cost."""
+"""Dropout (section 5.4) with one random byte per value, because random bits dominate its cost."""
 
 import math
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 
 def realised_rate(rate: float) -> float:
-    """Return the share that dropout at `rate` drops: a multiple of 1/256, one byte a value.
+    """Return the share of values that dropout at `rate` drops: a multiple of 1/256.
 
     >>> realised_rate(0.1), realised_rate(0.3)
     (0.1015625, 0.30078125)
@@ -29,7 +29,7 @@ def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[
 
 
 class Dropout(nn.Module):
-    """Zero a share of the values and scale up the rest.
+    """Dropout, which zeroes a share of the values and scales up the rest.
 
     Active if `rngs` has a key "dropout"; otherwise this is the identity.
     """

@@ -1,4 +1,4 @@
-"""Attention masks (section 3.2.3). Each compares two columns of integers; True = may attend.
+"""Attention masks (section 3.2.3): comparisons of two columns of integers; True = may attend.
 
 Written for one sentence or row; the batched versions are at the end.
 """
@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Int
 def padding_mask(
     queries: Int[Array, " queries"], keys: Int[Array, " keys"]
 ) -> Bool[Array, "queries keys"]:
-    """A token may attend to every token, and never to padding.
+    """Return the mask by which every query may attend to every key that is not padding.
 
-    Takes ids or segments: both are 0 where there is padding.
+    Takes ids or segments, because both are 0 for padding.
 
     >>> padding_mask(jnp.array([5, 6]), jnp.array([7, 8, 0])).astype(int)
     Array([[1, 1, 0],
@@ -25,7 +25,7 @@ def padding_mask(
 def segment_mask(
     query_segments: Int[Array, " queries"], key_segments: Int[Array, " keys"]
 ) -> Bool[Array, "queries keys"]:
-    """A token of a packed row may attend to its own sentence, and never to padding.
+    """Return the mask of packed rows: a token may attend to its own sentence, not to padding.
 
     >>> segment_mask(jnp.array([1, 2]), jnp.array([1, 2, 0])).astype(int)
     Array([[1, 0, 0],
@@ -38,7 +38,7 @@ def segment_mask(
 def look_ahead_mask(
     query_positions: Int[Array, " queries"], key_positions: Int[Array, " keys"]
 ) -> Bool[Array, "queries keys"]:
-    """A token may attend to itself and to earlier tokens, never to later ones.
+    """Return the causal mask: a token may attend to itself and to earlier tokens only.
 
     >>> look_ahead_mask(jnp.arange(3), jnp.arange(3)).astype(int)
     Array([[1, 0, 0],
@@ -51,10 +51,10 @@ def look_ahead_mask(
 def ancestor_mask(
     ancestors: Int[Array, "hypotheses columns"], slots: Int[Array, " slots"]
 ) -> Bool[Array, "hypotheses positions"]:
-    """A hypothesis may attend to the tokens of its own ancestors.
+    """Return the mask by which a hypothesis may attend to the tokens of its own ancestors.
 
     In decoding, all hypotheses of a sentence share one cache; position `column * slots + slot`
-    holds the token that the hypothesis in `slot` chose at `column`. `ancestors` is the slot of each
+    has the token that the hypothesis in `slot` chose at `column`. `ancestors` is the slot of each
     hypothesis's ancestor at each column, or -1 for a column that it has not reached.
 
     >>> ancestor_mask(jnp.array([[0, 1, -1], [0, 0, -1]]), jnp.arange(2)).astype(int)

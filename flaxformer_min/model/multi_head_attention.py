@@ -27,7 +27,7 @@ class MultiHeadAttention(nn.Module):
     config: ModelConfig
 
     def setup(self):
-        """Create the projections; one matrix holds those of all heads side by side."""
+        """Create the projections; those of all heads are one matrix."""
         self.query = self._projection()
         self.key = self._projection()
         self.value = self._projection()
@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
         return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(1, 2)
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
-        """Return the projected keys and values of `x`; those of the encoder's output only once."""
+        """Return the projected keys and values of `x`."""
         return KeyValue.of(self._heads(self.key(x)), self._heads(self.value(x)))
 
     def __call__(
@@ -53,8 +53,8 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        gathered = self.attend(self._heads(self.query(x)), attended, mask)
-        return self.output(gathered.swapaxes(1, 2).reshape(x.shape))
+        heads = self.attend(self._heads(self.query(x)), attended, mask)
+        return self.output(heads.swapaxes(1, 2).reshape(x.shape))
 
     def attend(
         self,
@@ -62,7 +62,7 @@ class MultiHeadAttention(nn.Module):
         attended: KeyValue,
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch heads queries d_k"]:
-        """Return what each query gathers. Override this for another kind of attention."""
+        """Return the output of each head. Override this for another kind of attention."""
         if self.config.attention == "fused":
             return fused_attention(query, attended.keys, attended.values, mask)
         if self._by_blocks(query.shape[2]):
@@ -72,7 +72,7 @@ class MultiHeadAttention(nn.Module):
         return batched_weighted_sum(self.dropout(weights), attended.values)
 
     def _by_blocks(self, queries: int) -> bool:
-        """Whether rows are long, and weights are neither sown nor dropped."""
+        """Return whether to use blocks: rows are long, and weights neither sown nor dropped."""
         dropping = self.config.attention_dropout and self.has_rng("dropout")
         needed = self.is_mutable_collection("intermediates") or dropping
         return queries > BLOCK and queries % BLOCK == 0 and not needed

@@ -1,4 +1,4 @@
-"""Positional encoding: what tells the model the order of the tokens (section 3.5)."""
+"""Positional encodings, which represent the order of the tokens (section 3.5)."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from flaxformer_min.config import ModelConfig
 
 PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
-"""From positions and d_model to one vector for each position."""
+"""Return one vector per position, given positions and d_model."""
 
 
 def sinusoidal_encoding(
@@ -19,12 +19,13 @@ def sinusoidal_encoding(
     d_model: int,
     layout: Literal["interleaved", "halves"] = "interleaved",
 ) -> Float[Array, "length d_model"]:
-    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same.
+    """Return the sinusoidal encoding of each position.
 
-    `interleaved` is the paper's formula; `halves` holds the same numbers, all sines before all
-    cosines (the layout of tensor2tensor and Marian). It is a function of the positions, so it is
-    defined for any length, seen in training or not. Raises ValueError for an odd d_model or an
-    unknown layout.
+    PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same.
+
+    `interleaved` is the paper's layout; `halves` has all sines before all cosines (the layout of
+    tensor2tensor and Marian). Any length is possible, not only those of the training data. Raises
+    ValueError for an odd d_model or an unknown layout.
 
     >>> sinusoidal_encoding(jnp.array([0]), d_model=4)
     Array([[0., 1., 0., 1.]], dtype=float32)
@@ -47,7 +48,7 @@ batched_sinusoidal_encoding = jax.vmap(sinusoidal_encoding, in_axes=(0, None, No
 
 
 class PositionalEncoding(nn.Module):
-    """The encoding that `config.positional_encoding` names, or a `function` given instead."""
+    """The encoding that `config.positional_encoding` selects, or `function` if it is given."""
 
     config: ModelConfig
     function: PositionFunction | None = None

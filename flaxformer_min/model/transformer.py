@@ -1,4 +1,4 @@
-"""The whole model (figure 1).
+"""The Transformer (figure 1).
 
                     logits over the vocabulary
                                |
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
     encoder_attention: type[nn.Module] = MultiHeadAttention
 
     def setup(self):
-        """Create the boxes of the figure; the config chooses which embeddings share a table."""
+        """Create the modules; `config.embeddings` selects which embeddings share a table."""
         config, positions = self.config, self.position_function
         source_vocab_size = config.source_vocab_size or config.vocab_size
         if config.embeddings == "shared":
@@ -111,11 +111,11 @@ class Transformer(nn.Module):
         capacity: int,
         prefix: Int[Array, "batch prefix"] | None = None,
     ) -> tuple[Cache, Float[Array, "batch prefix"]]:
-        """Make a cache for `beam_size` hypotheses of `capacity` tokens after a forced `prefix`.
+        """Return a cache for `beam_size` hypotheses of `capacity` tokens after a forced `prefix`.
 
-        A prefix holds target ids without BOS and EOS, padded at the end with PAD, and is read in
-        one pass. Returns the cache and the log-probability of each prefix token in nats, 0 for
-        PAD. The first `decode_step` reads the prefix's last token, or BOS: see `first_tokens`.
+        A prefix has target ids without BOS and EOS, padded at the end with PAD, and is read in
+        one pass. Also returns the log-probability of each prefix token in nats, 0 for PAD.
+        The first `decode_step` reads the prefix's last token, or BOS: see `first_tokens`.
         """
         batch, config = cross.segments.shape[0], self.config
         if prefix is None:

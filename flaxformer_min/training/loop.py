@@ -21,7 +21,7 @@ from flaxformer_min.training.step import Metrics, TrainState
 LOGGER = logging.getLogger("flaxformer_min")
 
 Validate = Callable[[Any, int], Mapping[str, float] | None]
-"""From parameters and step to scores, "validation_loss" among them, or None if it was stopped."""
+"""Return scores such as "validation_loss", given parameters and step; None if stopped."""
 
 
 class BatchIterator(Protocol):
@@ -39,7 +39,7 @@ class BatchIterator(Protocol):
 
 @dataclasses.dataclass
 class Progress:
-    """What a checkpoint carries beside arrays, so that a resumed run equals an uncut one.
+    """State of the loop besides arrays, saved so that a resumed run equals an uninterrupted one.
 
     window:             sums of the metrics since the last line of them.
     costs:              of all validations, lower is better (see `Metric.cost`); None without one.
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclasses.dataclass
 class Trainer:
-    """Trains until `config.steps`, a stop request, or the end of its patience.
+    """Trains until `config.steps`, a stop request, or until patience is exhausted.
 
     state:       where to begin. It is donated step by step; `run` returns the last one.
     train_step:  see `make_train_step`.
@@ -85,7 +85,7 @@ class Trainer:
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        """Take over what the progress holds."""
+        """Restore the window of metrics."""
         self._step = int(self.state.step)  # follows state.step, which takes a sync to read
         self._saved = self._step
         self._window = Window(self.progress.window)
@@ -249,7 +249,7 @@ def _format_metrics(step: int, steps: int, line: Mapping[str, float | None]) -> 
 
 def _impatience(config: TrainingConfig) -> str:
     return (
-        f"Stopping: {config.patience} validations in a row found nothing better. A larger "
+        f"Stopping: {config.patience} validations in a row without improvement. A larger "
         "--training.patience continues."
     )
 
@@ -266,7 +266,7 @@ def _not_finite(step: int, count: int) -> str:
 
 @contextlib.contextmanager
 def _progress_bar(step: int, steps: int) -> Iterator[Any]:
-    """A bar on a terminal or in a notebook; nothing elsewhere."""
+    """Show a progress bar, but only in a terminal or a notebook."""
     from tqdm.auto import tqdm
 
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -12,7 +12,7 @@ CHUNK = 512
 """Tokens whose logits are in memory at a time."""
 
 TokenLoss = Callable[[Float[Array, " vocab"], Int[Array, ""]], Float[Array, ""]]
-"""From the float32 logits of one token and its label to its loss."""
+"""Return the loss of one token, given its float32 logits and its label."""
 
 
 def smoothed_cross_entropy(
@@ -42,15 +42,16 @@ class Sums(NamedTuple):
 
 
 def score_token(
-    logits: Float[Array, "readings vocab"],
+    logits: Float[Array, "passes vocab"],
     label: Int[Array, ""],
     token_loss: TokenLoss,
     r_drop: float,
 ) -> Sums:
-    """Return the `Sums` of one token, read once, or twice under two dropout masks for R-Drop.
+    """Return the `Sums` of one token, from one forward pass, or from two for R-Drop.
 
-    Liang et al. 2021, equation 4: the mean of both cross-entropies and `r_drop` / 2 times the mean
-    of both Kullback-Leibler divergences; half of theirs, so that the loss keeps its scale.
+    The two passes have different dropout. Liang et al. 2021, equation 4: the mean of both
+    cross-entropies plus `r_drop` / 2 times the mean of both Kullback-Leibler divergences. This is
+    half of theirs, so that the loss keeps its scale.
     """
     loss = jax.vmap(token_loss, (0, None))(logits.astype(jnp.float32), label).mean()
     if r_drop:
@@ -76,9 +77,9 @@ def symmetric_kl(a: Float[Array, " vocab"], b: Float[Array, " vocab"]) -> Float[
 
 def sum_over_tokens(
     to_logits: Callable[
-        [Float[Array, "readings tokens d_model"]], Float[Array, "readings tokens vocab"]
+        [Float[Array, "passes tokens d_model"]], Float[Array, "passes tokens vocab"]
     ],
-    hidden_states: Float[Array, "readings rows target d_model"],
+    hidden_states: Float[Array, "passes rows target d_model"],
     labels: Int[Array, "rows target"],
     real: Int[Array, "rows target"],
     smoothing: float = 0.0,
@@ -88,7 +89,7 @@ def sum_over_tokens(
     """Return the sums over all tokens that are `real`, that is, not padding.
 
     `hidden_states` are the input of `to_logits`, the output projection. Logits exist for `CHUNK`
-    tokens at a time: those of a whole batch would fill gigabytes with a vocabulary of 37,000. Only
+    tokens at a time; those of a full batch would take gigabytes with a vocabulary of 37,000. Only
     `loss` can be differentiated. `token_loss` replaces the cross-entropy with `smoothing`.
     """
     token_loss = token_loss or partial(smoothed_cross_entropy, smoothing=smoothing)
@@ -102,11 +103,11 @@ def sum_over_tokens(
         sums = jax.tree.map(lambda x: jnp.where(real, x, 0.0).sum(), sums)
         return sums.loss, sums
 
-    readings, *_, width = hidden_states.shape
+    passes, *_, width = hidden_states.shape
     return _sum_over_chunks(
         to_logits,
         of_chunk,
-        hidden_states.reshape(readings, chunks, -1, width).swapaxes(0, 1),
+        hidden_states.reshape(passes, chunks, -1, width).swapaxes(0, 1),
         (labels.reshape(chunks, -1), real.reshape(chunks, -1)),
     )
 

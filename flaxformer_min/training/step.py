@@ -24,11 +24,11 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class TrainState(NamedTuple):
-    """Everything that training carries from step to step; the same on all devices.
+    """The state of training, replicated on all devices.
 
-    step:    steps taken, skipped ones included. Nothing else counts them.
-    key:     every dropout mask is derived from it and `step`.
-    average: the moving average of the parameters, if the config asks for one.
+    step:    steps taken, including skipped ones.
+    key:     random key; dropout masks depend on it and on `step`.
+    average: the moving average of the parameters, or None if `ema_decay` is 0.
     """
 
     step: Int[Array, ""]
@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
 def init_state(
     model: nn.Module, config: Config, while_compiling: Callable[[TrainState], Any] | None = None
 ) -> TrainState:
-    """Return the initial state on every device, a function of the config's seed.
+    """Return the initial state, replicated on the devices of this process.
 
     `while_compiling` is called with the shapes of the state while XLA computes it in a thread.
     """
@@ -64,14 +64,14 @@ def init_state(
         average = jax.tree.map(jnp.copy, params) if config.training.ema_decay else None
         return TrainState(jnp.int32(0), params, opt_state, key, average)
 
-    # Other processes compute the same for themselves.
-    everywhere = same_on(jax.local_devices())
-    make, seed = jax.jit(init, out_shardings=everywhere), np.uint32(config.training.seed)
+    # Every process computes the same state.
+    replicated = same_on(jax.local_devices())
+    make, seed = jax.jit(init, out_shardings=replicated), np.uint32(config.training.seed)
     if while_compiling is None:
         return make(seed)
     lowered = make.lower(seed)
-    with ThreadPoolExecutor(1) as aside:
-        state = aside.submit(lambda: lowered.compile()(seed))
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(lambda: lowered.compile()(seed))
         while_compiling(lowered.out_info)
         return state.result()
 
@@ -102,14 +102,13 @@ def gradient_sums(
     """Return the gradient of the loss summed over the tokens of `batch`, and the sums."""
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
-        read = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch) if config.r_drop else batch
+        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch) if config.r_drop else batch
         variables, target = {"params": params}, batch.target
         rngs = {"dropout": key}
-        hidden_states = model.apply(variables, read, method="hidden_states", rngs=rngs)
-        readings = hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1])
+        hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=rngs)
         sums = sum_over_tokens(
             partial(model.apply, variables, method="logits"),
-            readings,
+            hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
             target.ids,
             target.segments,
             config.label_smoothing,
@@ -122,17 +121,17 @@ def gradient_sums(
 
 
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
-    """Return the moving average after one more step.
+    """Return the exponential moving average after one more step.
 
-    It keeps the share `decay` of itself, and at most (1 + step) / (10 + step), so that the initial
-    parameters are soon forgotten.
+    The decay is limited to (1 + step) / (10 + step), so that the initial parameters are soon
+    forgotten.
 
     >>> moving_average(jnp.float32(0), jnp.float32(1), jnp.int32(0), 0.999)
     Array(0.9, dtype=float32)
     """
     step = step.astype(jnp.float32)
-    kept = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, average, params)
+    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average, params)
 
 
 def make_train_step(
