@@ -155,7 +155,7 @@ def choose(browser, name: str, text: str) -> None:
 
 
 def told(browser) -> str:
-    return browser.find_element("id", "told").text
+    return browser.find_element("id", "summary").text
 
 
 def shares(browser) -> list[str]:
@@ -164,9 +164,9 @@ def shares(browser) -> list[str]:
 
 def test_it_opens_with_the_last_layers_cross_attention(opened):
     """Layer 2, heads 1 and 2: token 0 looks at 1 and 2 with 3/8 each, at 0 with 1/4."""
-    assert opened.title == "What every token looks at"
+    assert opened.title == "What each token attends to"
     assert shares(opened) == ["25 %", "38 %", "38 %", ""]
-    assert told(opened).startswith("“고양이” looks at “c” 38 %, “</script>")
+    assert told(opened).startswith("“고양이” attends to “c” 38 %, “</script>")
     assert told(opened).endswith("“the” 25 %.")
 
 
@@ -176,20 +176,20 @@ def test_pointing_at_a_token_shows_what_it_looks_at(opened):
     choose(opened, "head", "2 of 2")
     tokens = opened.find_elements("css selector", "#queries li")
     ActionChains(opened).move_to_element(tokens[1]).perform()
-    assert told(opened) == "“&amp;” looks at “</s>” 75 %, “the” 25 %."
+    assert told(opened) == "“&amp;” attends to “</s>” 75 %, “the” 25 %."
     assert shares(opened) == ["25 %", "", "", "75 %"]
 
 
 def test_layers_heads_and_maps_can_be_chosen(opened):
     choose(opened, "layer", "1 of 2")
     choose(opened, "head", "1 of 2")
-    assert told(opened) == "“고양이” looks at “the” 100 %."
-    choose(opened, "map", "Encoder self-attention: source looks at source")
-    assert told(opened) == "“the” looks at “the” 100 %."
+    assert told(opened) == "“고양이” attends to “the” 100 %."
+    choose(opened, "map", "Encoder self-attention: source attends to source")
+    assert told(opened) == "“the” attends to “the” 100 %."
     assert len(opened.find_elements("css selector", "#queries li")) == 4
-    choose(opened, "map", "Decoder self-attention: target looks at the target so far")
+    choose(opened, "map", "Decoder self-attention: target attends to the target so far")
     choose(opened, "layer", "2 of 2")
-    assert told(opened) == "“고양이” looks at “고양이” 75 %, “<s>” 25 %."
+    assert told(opened) == "“고양이” attends to “고양이” 75 %, “<s>” 25 %."
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened):
@@ -199,13 +199,13 @@ def test_everything_can_be_reached_with_the_keyboard(opened):
     press(opened, "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT")
     assert told(
         opened
-    ) == "“&amp;” looks at “</script><script>document.title='broken'</script>” " + (
+    ) == "“&amp;” attends to “</script><script>document.title='broken'</script>” " + (
         "75 %, “the” 25 %."
     )
     press(opened, "END", "ARROW_RIGHT")
-    assert told(opened).startswith("“</s>” looks at")
+    assert told(opened).startswith("“</s>” attends to")
     press(opened, "HOME", "ARROW_UP")
-    assert told(opened).startswith("“고양이” looks at")
+    assert told(opened).startswith("“고양이” attends to")
 
 
 def test_a_screen_reader_finds_names_and_roles(opened):
@@ -218,11 +218,11 @@ def test_a_screen_reader_finds_names_and_roles(opened):
     ]
     for name in ("Attention", "Layer", "Head"):
         assert ("combobox", name) in found
-    assert ("listbox", "Looking: tokens of the target") in found
+    assert ("listbox", "Queries: tokens of the target") in found
     assert ("list", "Looked at: tokens of the source") in found
     assert ("option", "고양이") in found
     assert "status" in [role for role, _ in found]
-    assert opened.find_element("id", "told").get_attribute("aria-live") == "polite"
+    assert opened.find_element("id", "summary").get_attribute("aria-live") == "polite"
     assert opened.find_element("id", "queries").get_attribute("lang") == "ko"
     reached_by_tab = opened.find_elements("css selector", "#queries [tabindex='0']")
     assert [each.get_attribute("aria-selected") for each in reached_by_tab] == ["true"]
@@ -232,7 +232,7 @@ def test_tokens_are_text_not_markup(opened):
     texts = [each.text for each in opened.find_elements("css selector", "#queries li")]
     assert texts == ["␣고양이", "&amp;", "</s>"]
     assert "document.title='broken'" in opened.find_element("id", "keys").text
-    assert opened.title == "What every token looks at"
+    assert opened.title == "What each token attends to"
 
 
 def luminance(rgb) -> float:

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib: the extra `pl
 
 
 def has_font_for(character: str) -> bool:
-    fonts._find_new_fonts()
+    fonts._add_new_fonts()
     return any(character in fonts._characters_of(*font) for font in fonts._regular_fonts().values())
 
 
@@ -45,7 +45,7 @@ def only_latin(monkeypatch):
     """A machine with the fonts that matplotlib brings, and no other."""
     latin = {fonts.BASE_FONT: fonts._regular_fonts()[fonts.BASE_FONT]}
     monkeypatch.setattr(fonts, "_regular_fonts", lambda: latin)
-    monkeypatch.setattr(fonts, "_find_new_fonts", lambda: None)
+    monkeypatch.setattr(fonts, "_add_new_fonts", lambda: None)
 
 
 def test_every_head_has_its_panel_with_tokens_on_both_axes(weights):
@@ -145,7 +145,7 @@ def test_both_layouts_of_the_positions_stand_side_by_side():
 
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 4)), ((4,), (4,)), ((0, 4), (0, 4))])
 def test_positions_of_different_shapes_are_refused(shapes):
-    with pytest.raises(ValueError, match=r"\[positions d_model\] and of one shape; got"):
+    with pytest.raises(ValueError, match=r"\[positions d_model\] and of equal shape; got"):
         plots.positions_figure(*map(np.zeros, shapes))
 
 

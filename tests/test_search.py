@@ -520,7 +520,7 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
         ({"length_penalty": 10.5}, "and at most 10; got 10.5"),
         ({"min_length": -1}, "min_length must be at least 0"),
         ({"sampling": Sampling()}, "sampling needs a key"),
-        ({"keyed": True}, "key is for sampling"),
+        ({"keyed": True}, "key is only used with sampling"),
         ({"keyed": True, "sampling": Sampling(temperature=0.0)}, "temperature must be at least"),
         ({"keyed": True, "sampling": Sampling(top_k=0)}, "top_k must be at least 1"),
         ({"keyed": True, "sampling": Sampling(top_p=0.0)}, "top_p must be above 0"),
