@@ -4,15 +4,15 @@ import re
 from collections.abc import Collection
 
 BCP_47 = re.compile("[a-z]{2,3}([-_][A-Z][a-z]{3})?([-_]([A-Z]{2}|[0-9]{3}))?")
-"""A language code as it is usually written: language, script, region."""
+"""The usual form of a language code: language, script, region."""
 
 
 def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
     """Return the source and target language of a pair such as `en-de`.
 
-    A code may have hyphens of its own: of all ways to split the text, those are preferred whose
-    codes are in `known`, then those whose codes are written as in BCP 47. A colon separates the
-    two in any case. A code that differs from a known one in case, or by _ for -, is taken for it.
+    A code may contain hyphens. Of all possible pairs, those with codes in `known` are preferred,
+    then those with codes in the form of BCP 47. A colon always separates the two. A code that
+    differs from a known one only in case, or in _ instead of -, matches it.
 
     Raises ValueError unless it names two different languages in exactly one way.
 
@@ -21,7 +21,7 @@ def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
     >>> parse_languages("en-pt-BR", known=["en", "pt_BR"])
     ('en', 'pt_BR')
     """
-    pairs = _ways_to_split(text)
+    pairs = _possible_pairs(text)
     spelled = {_plain(code): code for code in known} | {code: code for code in known}
     found = [pair for pair in pairs if all(_plain(code) in spelled for code in pair)]
     for left in (found, _usual(found), _usual(pairs), pairs):
@@ -34,19 +34,19 @@ def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
             f"in en-de; got {text!r}."
         )
     raise ValueError(
-        f"languages must name two languages in one way; {text!r} may be "
+        f"languages must name two languages unambiguously; {text!r} may be "
         f"{' or '.join(':'.join(pair) for pair in pairs)}. Separate them by a colon like this."
     )
 
 
 def check_languages(text: str) -> None:
     """Raise ValueError unless the text can name two different languages."""
-    if not _ways_to_split(text):
+    if not _possible_pairs(text):
         parse_languages(text)
 
 
 def join_languages(source: str, target: str) -> str:
-    """Return the text that `parse_languages` reads as these two languages.
+    """Return the text that `parse_languages` parses as these two languages.
 
     >>> join_languages("en", "zh-CN"), join_languages("en", "pt-br")
     ('en-zh-CN', 'en:pt-br')
@@ -58,7 +58,7 @@ def join_languages(source: str, target: str) -> str:
         return f"{source}:{target}"
 
 
-def _ways_to_split(text: str) -> list[tuple[str, str]]:
+def _possible_pairs(text: str) -> list[tuple[str, str]]:
     separator = ":" if ":" in text else "-"
     parts = text.split(separator)
     if separator == ":" and len(parts) != 2:

@@ -235,7 +235,7 @@ def test_pairs_with_a_fingerprint_are_encoded_once(tmp_path):
 
 def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
     assert uncut.run.config().data.corpus == "given"
-    with pytest.raises(ValueError, match="trained on sentence pairs that were given to train"):
+    with pytest.raises(ValueError, match="trained on sentence pairs that were passed as train"):
         train(uncut.run.config(), uncut.run.path)
 
 

@@ -199,8 +199,8 @@ class TrainingBatches(Iterator[Batch]):
 
             if not flags.FLAGS.is_parsed():  # grain's workers read absl flags
                 flags.FLAGS.mark_as_parsed()
-            # Blocks of shared memory that a worker made and nobody read would be left behind at the
-            # end; batches are small enough for a pipe.
+            # Shared memory that a worker allocated and nobody read would leak at exit. Batches are
+            # small enough for a pipe.
             through_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
             dataset = grain.experimental.WithOptionsIterDataset(dataset, through_pipe)
             workers = grain.MultiprocessingOptions(num_workers=self._workers)

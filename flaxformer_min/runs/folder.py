@@ -234,8 +234,8 @@ class RunFolder:
         if not ours or os.pread(descriptor, 20, 0).strip(b"0123456789\n"):
             os.close(descriptor)
             raise ValueError(
-                f"{lock} must be a run's own lock file, which holds nothing but the number of a "
-                "process; it is another file. Choose another --workdir."
+                f"{lock} must be the lock file of a run, which contains only a process id; it is "
+                "another file. Choose another --workdir."
             )
         return descriptor
 
@@ -245,9 +245,9 @@ class RunFolder:
         links = [name for name in names if name in OWN_NAMES and (self.path / name).is_symlink()]
         if links:
             raise ValueError(
-                f"training writes to the files of the run folder itself; {self.path / links[0]} is "
-                f"a link to {os.readlink(self.path / links[0])}. Replace it by what it links to, "
-                "or choose another --workdir."
+                f"the files of a run folder must not be links; {self.path / links[0]} is a link to "
+                f"{os.readlink(self.path / links[0])}. Replace it by its target, or choose another "
+                "--workdir."
             )
         if self.exists:
             self.config()
@@ -278,8 +278,8 @@ class RunFolder:
 def without_caches(config: Config) -> Config:
     """Return the settings of a run without `data.cache_dir` and `data.download`.
 
-    A run folder may come from anybody, and compiled programs are executed: where caches are, and
-    whether to download, is only for the user to decide.
+    A run folder may be untrusted, and cached programs are executed. So only the user decides where
+    caches are, and whether to download.
     """
     data = dataclasses.replace(config.data, cache_dir="", download=False)
     return dataclasses.replace(config, data=data)

@@ -17,7 +17,7 @@ from typing import Any
 from flaxformer_min.data.corpora.pairs import Pairs
 
 GIVEN = "given"
-"""The corpus of a run that was trained on `train(pairs=...)`: no place is known for its text."""
+"""The corpus of a run that was trained with `train(pairs=...)`, whose text is stored nowhere."""
 
 
 def read_pairs(
@@ -63,8 +63,8 @@ def open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> 
     """Return the corpus of a kind: an object with `languages`, `splits()` and `pairs(split)`."""
     if corpus == GIVEN:
         raise ValueError(
-            "this run was trained on sentence pairs that were given to train(pairs=...), and its "
-            "folder does not hold them. Give them again, or name other text."
+            "this run was trained on sentence pairs that were passed as train(pairs=...), and its "
+            "folder does not contain them. Pass them again, or name other text."
         )
     kind, _, name = corpus.partition(":")
     if kind not in ("cldr", "text", "tfds") or not name:

@@ -141,7 +141,7 @@ class _Lines:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the content: size and time of a file stay equal under some changes of it."""
+        """Digest of the content, because a change may leave size and time of a file unchanged."""
         return hashlib.sha256(self.content).hexdigest()
 
     def __getstate__(self) -> dict:
