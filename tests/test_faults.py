@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -478,3 +479,50 @@ def test_worker_processes_leave_no_shared_memory_behind(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert "shared_memory" not in found.stderr and "leaked" not in found.stderr
+
+
+# A process whose peers never come.
+
+ALONE = """
+import sys
+from flaxformer_min.runtime import distributed, signals
+distributed.WAITING_SECONDS, distributed.CONNECT_SECONDS = 1, int(sys.argv[3])
+settings = distributed.Distributed(sys.argv[1], 2, int(sys.argv[2]))
+with signals.InterruptOnSignal(), distributed.distributed_session(settings):
+    print("connected")
+"""
+
+
+def start_alone(process, seconds):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", ALONE, address, str(process), str(seconds)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "process, number", [(1, signal.SIGINT), (1, signal.SIGTERM), (0, signal.SIGINT)]
+)
+def test_who_waits_for_the_other_processes_ends_at_a_signal(process, number):
+    with start_alone(process, 60) as waiting:
+        assert waiting.stderr.readline().startswith("waiting for ")
+        waiting.send_signal(number)
+        since = time.monotonic()
+        out, err = waiting.communicate(timeout=30)
+    assert waiting.returncode == 128 + number
+    assert time.monotonic() - since < 10
+    assert "Traceback" not in err and "stack trace" not in err and "connected" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_who_waits_in_vain_ends_with_a_sentence(process):
+    with start_alone(process, 3) as waiting:
+        out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 2
+    *told, error = err.splitlines()
+    assert len(told) >= 2 and all(line.startswith("waiting for ") for line in told)
+    assert error.startswith("error: the processes of a run must all start within 3 s")

@@ -25,6 +25,12 @@ HEARTBEAT_SECONDS = 30
 TIMEOUT_MS = 7 * 24 * 3600 * 1000
 """Milliseconds to wait for another process to finish its work; heartbeats show that it lives."""
 
+CONNECT_SECONDS = 300
+"""Seconds to wait until all processes have connected."""
+
+WAITING_SECONDS = 10
+"""Seconds after which a process that waits for the others reports it, again and again."""
+
 _ENDING = threading.Lock()
 
 
@@ -82,13 +88,7 @@ def distributed_session(
         return
     # Its handler would intercept SIGTERM, which `any_process` passes to the others.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        settings.coordinator or None,
-        settings.num_processes,
-        settings.process_id,
-        cluster_detection_method=cluster or "deactivate",
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    )
+    _connect(settings, cluster)
     watch = threading.Thread(target=_end_with_the_others, daemon=True)
     watch.start()
     try:
@@ -102,6 +102,68 @@ def distributed_session(
         _store().key_value_set("failure", "null")
     watch.join()
     jax.distributed.shutdown()
+
+
+def _connect(settings: Distributed, cluster: str | None) -> None:
+    """Connect to the others; end the process if that takes too long, or at a signal.
+
+    jax waits in C++, where Python handles no signal, and aborts with a stack trace in the end. So
+    it waits in a thread of its own, and longer than this function does.
+    """
+    waiting = threading.Thread(target=_initialize, args=(settings, cluster, errors := []))
+    waiting.daemon = True
+    waiting.start()
+    since = time.monotonic()
+    try:
+        for seconds in range(WAITING_SECONDS, CONNECT_SECONDS + 1, WAITING_SECONDS):
+            while waiting.is_alive() and time.monotonic() < since + seconds:
+                waiting.join(0.2)
+            if not waiting.is_alive():
+                break
+            # Not logged: only the main process logs, and none has a number yet.
+            with contextlib.suppress(OSError):
+                text = f"waiting for {_awaited(settings)}, since {seconds} s."
+                print(text, file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        _print_last("stopped while connecting to the other processes.")
+        _end_now(128 + (error.args[0] if error.args else signal.SIGINT))
+    if waiting.is_alive():
+        _print_last(
+            f"the processes of a run must all start within {CONNECT_SECONDS} s; gave up waiting "
+            f"for {_awaited(settings)}. Start all of them, each with its own process id and the "
+            "same coordinator and number of processes, and check the network between them."
+        )
+        _end_now(2)
+    if errors:
+        raise errors[0]
+
+
+def _initialize(settings: Distributed, cluster: str | None, errors: list[Exception]) -> None:
+    try:
+        jax.distributed.initialize(
+            settings.coordinator or None,
+            settings.num_processes,
+            settings.process_id,
+            cluster_detection_method=cluster or "deactivate",
+            initialization_timeout=10 * CONNECT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except Exception as error:  # for the main thread to raise
+        errors.append(error)
+
+
+def _awaited(settings: Distributed) -> str:
+    if settings.process_id == 0:
+        return f"the other processes to connect to {settings.coordinator}"
+    if settings.coordinator:
+        return f"process 0 and the others at {settings.coordinator}"
+    return "the other processes of the cluster"
+
+
+def _end_now(status: int) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)  # a regular exit would wait for the thread
 
 
 def count() -> int:
