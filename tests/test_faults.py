@@ -526,3 +526,20 @@ def test_who_waits_in_vain_ends_with_a_sentence(process):
     *told, error = err.splitlines()
     assert len(told) >= 2 and all(line.startswith("waiting for ") for line in told)
     assert error.startswith("error: the processes of a run must all start within 3 s")
+
+
+# All of it, mutated at random.
+
+
+@pytest.mark.slow
+def test_sixty_hostile_cases_end_with_a_sentence_or_a_result():
+    """The first of the 2,000 of benchmarks/fuzz.py."""
+    found = subprocess.run(
+        [sys.executable, "benchmarks/fuzz.py", "--cases", "60"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.stdout.splitlines()[-1].endswith("0 failed"), found.stdout
+    assert found.stdout.splitlines()[-1].startswith("60 cases")

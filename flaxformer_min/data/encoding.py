@@ -203,8 +203,8 @@ def encode_pairs(
     if folder.exists():
         try:
             encoded = EncodedPairs.load(folder)
-        except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError):  # damaged
-            shutil.rmtree(folder)
+        except Exception:  # damaged: numpy raises whatever its parser of headers raises
+            shutil.rmtree(folder, ignore_errors=True)
     if encoded is None:
         with folder_atomically(folder) as scratch:
             _write(pairs, tokenizers, row_lengths, scratch, segmentations)

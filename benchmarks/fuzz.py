@@ -1,0 +1,343 @@
+"""Feed the commands what a hostile or unlucky user would: python benchmarks/fuzz.py [--cases 2000].
+
+Mutated settings, metrics, tokenizers, caches and command lines, against a run of random parameters.
+Every case must end with status 0 or 2 and without a traceback, within 30 seconds; it must import
+nothing that the folder names, and write nothing outside the folders that the command names. The
+same seed draws the same cases. The last line has the counts; the status is 1 if a case failed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+LONGEST_SECONDS = 30
+"""A case that takes longer counts as hanging."""
+
+NUMBERS = [0, -1, 1, 2, 3, 1.5, -0.0, 1e308, 10**30, 2**31, 2**63, True, None]
+NUMBERS += [float("nan"), float("inf")]
+TEXTS = ["", " ", "-", "--", "nan", "1e999", "9" * 30, "-1", "0", "1", "2.0", "None", "[]", "{}"]
+TEXTS += ["../x", "/dev/null", "/dev/full", ".", "a" * 5_000, "\udcff", "\x00", "\n", "é\u202e한"]
+TEXTS += ["tfds:planted_set", "tfds:planted:set", "text:", "cldr:en-en", "text:/proc/self/mem"]
+KINDS = ("settings", "metrics", "tokenizer", "cache", "command", "training command")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Folders of the fuzzer: the untouched run, where commands run, and what must stay as it is."""
+
+    scratch: Path
+
+    @property
+    def run(self) -> Path:
+        """Return the folder of the untouched run."""
+        return self.scratch / "run"
+
+    @property
+    def work(self) -> Path:
+        """Return the folder of one case, which is new for each."""
+        return self.scratch / "work"
+
+    @property
+    def outside(self) -> Path:
+        """Return the folder that no command names."""
+        return self.scratch / "outside"
+
+
+def prepare(place: Place) -> None:
+    """Make the run, its text, its cache, and a module and a dataset that must not be imported."""
+    from tiny_run import LINES, make_tiny_run
+
+    from flaxformer_min.config import DataConfig
+
+    text, data = place.scratch / "text", place.outside / "data" / "planted_set" / "1.0.0"
+    for folder in (text, data):
+        folder.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        for language in ("en", "ko"):
+            (text / f"{split}.{language}").write_text("\n".join(LINES))
+    settings = DataConfig(f"text:{text}", languages="en-ko")
+    make_tiny_run(place.run, data=settings)
+    metrics = [json.dumps({"step": n, "loss": 3 / n, "validation_loss": 2.5}) for n in (1, 2, 3)]
+    (place.run / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
+    (place.outside / "planted.py").write_text("open('IMPORTED', 'w')\nclass Feature: ...\n")
+    (data / "features.json").write_text('{"type": "planted.Feature"}')
+    (data / "dataset_info.json").write_text('{"name": "planted_set", "version": "1.0.0"}')
+    encode(place)
+
+
+def encode(place: Place) -> None:
+    """Encode the text of the run, from its cache where that is whole."""
+    from flaxformer_min.experiment.prepare import prepare as prepare_text
+    from flaxformer_min.runs.folder import RunFolder
+
+    run = RunFolder(place.run)
+    config = run.config()
+    data = dataclasses.replace(config.data, cache_dir=str(place.scratch / "cache" / "text"))
+    prepare_text(run, dataclasses.replace(config, data=data))
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Return the content with bytes flipped, cut, doubled, or replaced by something else."""
+    content = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 10])):
+        at = rng.randrange(len(content) + 1)
+        action = rng.randrange(5)
+        if action == 0 and content:
+            content[at % len(content)] ^= 1 << rng.randrange(8)
+        elif action == 1:
+            del content[at:]
+        elif action == 2:
+            content[at:at] = content[: rng.randrange(100)]
+        elif action == 3:
+            content[at:at] = rng.randbytes(rng.randrange(20))
+        else:
+            content[at : at + 1] = rng.choice(["-1", "NaN", "[" * 2_000, "1e999", "\0"]).encode()
+    return bytes(content)
+
+
+def mutate_settings(text: str, rng: random.Random, place: Place) -> bytes:
+    """Return config.json with some settings of another value, type or name."""
+    if rng.random() < 0.3:
+        return mutate_bytes(text.encode(), rng)
+    content = json.loads(text)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        group = content[rng.choice([name for name in content if isinstance(content[name], dict)])]
+        name = rng.choice([*group, "unknown"])
+        group[name] = rng.choice([*NUMBERS, *TEXTS, [], {}, str(place.outside / "data")])
+    if rng.random() < 0.1:
+        content["data"] |= {"corpus": "tfds:planted_set", "cache_dir": str(place.outside / "data")}
+    return json.dumps(content).encode("utf-8", "surrogatepass")
+
+
+def commands(rng: random.Random, place: Place) -> list[str]:
+    """Return a command that reads a run and needs no other setting."""
+    run, lines, out = (str(place.work / name) for name in ("run", "lines", "out"))
+    training = ["train", f"{run}/config.json", "--data.corpus", f"text:{place.work}/none"]
+    return rng.choice(
+        [
+            ["translate", run, "--input", lines, "--output", out],
+            ["score", run, lines, lines],
+            ["evaluate", run, "--source", lines, "--reference", lines, "--output", out],
+            ["evaluate", run, "--json"],
+            ["plot", "curves", run, "--output", f"{out}.svg"],
+            ["plot", "attention", run, "the red house", "--output", f"{out}.html"],
+            training,
+            training,
+        ]
+    )
+
+
+def options_of_commands() -> dict[str, list[str]]:
+    """Return the options of each command that reads a run."""
+    from flaxformer_min.cli.arguments import make_parser
+
+    def parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, child in action.choices.items():
+                    yield name, child
+                    yield from parsers(child)
+
+    return {
+        name: [option for action in parser._actions for option in action.option_strings]
+        for name, parser in parsers(make_parser())
+    }
+
+
+def hostile_options(command: list[str], rng: random.Random) -> list[str]:
+    """Return the command with options of hostile values; its files stay where they are."""
+    known = options_of_commands()[command[1] if command[0] == "plot" else command[0]]
+    usable = [name for name in known if name not in ("-h", "--help", "--output")] + ["--none"]
+    added = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        value = rng.choice([*TEXTS, *map(str, NUMBERS)])
+        added += rng.choice([[rng.choice(usable), value], [rng.choice(usable)], [value]])
+    return [*command, *added]
+
+
+def hostile_training(command: list[str], rng: random.Random) -> list[str]:
+    """Return a command to train with settings of hostile values, and no text to train on."""
+    from flaxformer_min.config import Config
+
+    names = [
+        f"--{group.name}.{field.name}".replace("_", "-")
+        for group in dataclasses.fields(Config)
+        for field in dataclasses.fields(group.type)
+        if field.name not in ("corpus", "cache_dir", "init_from")
+    ]
+    names += ["--profile", "--distributed.coordinator", "--distributed.process-id", "--none"]
+    added = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        added += [rng.choice(names), rng.choice([*TEXTS[:-5], *map(str, NUMBERS)])]
+    return [*command, *added]
+
+
+def run_case(kind: str, rng: random.Random, place: Place) -> list[str]:
+    """Run one case and return what it did wrong."""
+    shutil.rmtree(place.work, ignore_errors=True)
+    shutil.copytree(place.run, place.work / "run")
+    (place.work / "lines").write_text("the red house\n\nthe blue house has 3 doors\n")
+    command = commands(rng, place)
+    if kind == "settings":
+        config = place.work / "run" / "config.json"
+        config.write_bytes(mutate_settings(config.read_text(), rng, place))
+    elif kind == "metrics":
+        metrics = place.work / "run" / "metrics.jsonl"
+        metrics.write_bytes(mutate_bytes(metrics.read_bytes(), rng))
+        command = ["plot", "curves", str(place.work / "run"), "--output", f"{place.work}/out.svg"]
+    elif kind == "tokenizer":
+        tokenizer = place.work / "run" / "tokenizer.model"
+        tokenizer.write_bytes(mutate_bytes(tokenizer.read_bytes(), rng))
+    elif kind == "cache":
+        files = [path for path in (place.scratch / "cache" / "text").rglob("*") if path.is_file()]
+        for file in rng.sample(files, rng.choice([1, 2])):
+            file.write_bytes(mutate_bytes(file.read_bytes(), rng))
+        return attempt(lambda: encode(place))
+    elif kind == "command":
+        while command[0] == "train":
+            command = commands(rng, place)
+        command = hostile_options(command, rng)
+    else:
+        config = str(place.work / "run" / "config.json")
+        command = ["train", config, "--data.corpus", f"text:{place.work}/none"]
+        command = hostile_training(command, rng)
+    return attempt(lambda: call(command), command)
+
+
+def call(command: list[str]) -> None:
+    """Run a command, and raise AssertionError unless its status is 0 or 2."""
+    from flaxformer_min import cli
+
+    try:
+        status = cli.main(command)
+    except SystemExit as end:  # how the parser of settings ends
+        status = end.code
+    if status not in (0, 2):
+        raise AssertionError(f"status {status}")
+
+
+def attempt(work, command: list[str] | None = None) -> list[str]:
+    """Return what is wrong with a piece of work: its traceback, or how long it took."""
+    since, wrong = time.monotonic(), []
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace")
+    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace")
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            work()
+    except (ValueError, OSError, RuntimeError) as error:
+        if command is not None:  # a command reports its errors itself
+            wrong.append("".join(traceback.format_exception(error)[-3:]))
+    except BaseException as error:
+        wrong.append("".join(traceback.format_exception(error)[-3:]))
+    err.flush()
+    if b"Traceback" in err.buffer.getvalue():
+        wrong.append(err.buffer.getvalue().decode()[-2_000:])
+    if time.monotonic() - since > LONGEST_SECONDS:
+        wrong.append(f"took {time.monotonic() - since:.0f} s")
+    return wrong
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder and what it holds."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+    """Compile each program once for all cases, which takes a hundred times as long as the rest."""
+    from flaxformer_min.decoding.batching import BatchRunner
+
+    compile_one, compiled = BatchRunner._compile, {}
+
+    def compile_once(self: BatchRunner, program: Any, arrays: list) -> Any:
+        name = repr((self.models, program, [array.shape for array in arrays]))
+        if name not in compiled:
+            compiled[name] = compile_one(self, program, arrays)
+        return compiled[name]
+
+    BatchRunner._compile = compile_once
+    try:
+        yield
+    finally:
+        BatchRunner._compile = compile_one
+
+
+def fuzz(cases: int, seed: int, seconds: float, report=print) -> Counter:
+    """Run the cases until `seconds` have passed; return how many of each kind ran and failed."""
+    counts: Counter = Counter()
+    until = time.monotonic() + seconds
+    with shared_programs(), tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+        place = Place(Path(scratch).resolve())
+        prepare(place)
+        (place.outside / "cwd").mkdir()
+        sys.path.insert(0, str(place.outside))
+        before = contents(place.outside)
+        call(["plot", "positions", "--output", f"{scratch}/positions.svg"])  # slow imports
+        with contextlib.chdir(place.outside):
+            for number in range(cases):
+                if time.monotonic() > until:
+                    break
+                rng = random.Random(f"{seed} {number}")
+                kind = KINDS[number % len(KINDS)]
+                faulthandler.dump_traceback_later(10 * LONGEST_SECONDS, exit=True)
+                wrong = run_case(kind, rng, place)
+                if contents(place.outside) != before:
+                    wrong.append("changed a folder that no command names")
+                    changed = set(contents(place.outside)) ^ set(before)
+                    wrong.append(str(sorted(changed)))
+                    for path in changed - set(before):
+                        Path(path).unlink()
+                counts["cases"] += 1
+                counts["failed"] += bool(wrong)
+                for text in wrong:
+                    report(f"case {number} ({kind}): {unicodedata.normalize('NFC', text)}")
+        faulthandler.cancel_dump_traceback_later()
+        sys.path.remove(str(place.outside))
+        sys.modules.pop("planted", None)
+    return counts
+
+
+def main() -> int:
+    """Run the fuzzer as a program."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3_600.0)
+    args = parser.parse_args()
+    scratch = tempfile.mkdtemp()
+    os.environ |= {"XDG_CACHE_HOME": scratch, "JAX_COMPILATION_CACHE_DIR": f"{scratch}/compiled"}
+    os.environ |= {"TFDS_DATA_DIR": f"{scratch}/tfds", "JAX_PLATFORMS": "cpu"}
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    since = time.monotonic()
+    try:
+        counts = fuzz(args.cases, args.seed, args.seconds)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    minutes = (time.monotonic() - since) / 60
+    print(
+        f"{counts['cases']:,} cases, seed {args.seed}, in {minutes:.1f} minutes: "
+        f"{counts['failed']:,} failed"
+    )
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
