@@ -1,20 +1,20 @@
-"""What each choice is worth on Multi30k, after the paper's table 3: one training for each row.
+"""Ablations on Multi30k, after the paper's table 3: one training for each row.
 
     python benchmarks/ablations.py --corpus text:DIR --steps 1600 --docs docs/log \\
         --training.warmup-steps 400 --training.cooldown-steps 1200 \\
         --training.learning-rate-scale 0.679
 
-Each row is `train.py configs/multi30k_en_de.py` with one thing changed, for the same number of
-steps, on the same text, in the same order of rows unless that is what changes, one core each. Any
-other option goes to all of them; warm-up and cooldown are the config's, for 20,000 steps, unless
-shorter ones are given. `--rows base:3,post-norm:3,heads-1` is for some of the rows, two of these
-with three seeds.
+Each row is `train.py configs/multi30k_en_de.py` with one change, for the same number of steps, on
+the same text, in the same order of rows unless that is the change, each on one core. Any other
+option is passed to all of them; warm-up and cooldown are those of the config, for 20,000 steps,
+unless shorter ones are given. `--rows base:3,post-norm:3,heads-1` selects rows, two of these with
+three seeds.
 
-Stopped, by Ctrl-C or a power cut, and started again with the same options it goes on where it
-stood: what is finished stays, what was cut is resumed. Other options want another --folder.
+If it is stopped, by Ctrl-C or a power cut, the same command continues: finished runs are kept,
+interrupted ones resume. Other options need another --folder.
 
-With --docs it writes what is measured so far, after each run: ablations.json, ablations.md with the
-table and ablations.png. What that means is for a person to write, in another file.
+With --docs it writes the measurements so far, after each run: ablations.json, ablations.md with the
+table and ablations.png. Their interpretation belongs in another file.
 """
 
 import argparse
@@ -51,8 +51,8 @@ SAVES = 20
 class Row(NamedTuple):
     """One line of the table.
 
-    differs:  from the base, in words.
-    settings: by which it differs. Rows with the same settings share their runs.
+    differs:  its difference from the base, in words.
+    settings: the settings that differ. Rows with the same settings share their runs.
     mean:     measure the mean of the last checkpoints, not the last of them.
     """
 
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 KEEP = {"training.average-checkpoints": 5, "training.keep-checkpoints": 5}
-"""Does not change what is learned; in the base, so that a row can be read from its runs."""
+"""Leaves training as it is; in the base, so that the row "average" can share its runs."""
 
 ROWS = (
     Row("base", "nothing: 4 + 4 layers, 4 heads, pre-norm, subword sampling", KEEP),
@@ -104,36 +104,36 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its files, beside one another in the folder; rows that share runs share it."""
+        """The name of its files in the folder; rows that share runs share it."""
         first = next(row for row in ROWS if row.settings == self.row.settings)
         return f"{first.name}-{self.seed}"
 
     @property
     def options(self) -> list[str]:
-        """By which its runs are known."""
+        """The options that identify its runs."""
         own = [text for name, value in self.row.settings.items() for text in (f"--{name}", value)]
         return [*self.common, "--training.seed", str(self.seed), *map(str, own)]
 
     @property
     def command(self) -> list[str]:
-        """What trains it, or goes on with it."""
+        """The command that trains it, or continues."""
         workdir = str(self.folder.absolute() / self.name)
         return [sys.executable, "train.py", CONFIG, "--workdir", workdir, *self.options]
 
     @property
     def log(self) -> Path:
-        """What train.py said."""
+        """The output of train.py."""
         return self.folder / f"{self.name}.log"
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What was measured with these very options; None: not yet."""
+        """The measurements with exactly these options, or None if there are none yet."""
         file = self.folder / f"{self.name}.json"
         result = json.loads(file.read_text()) if file.exists() else {}
         return result if result.get("options") == self.options else None
 
     def start(self, core: int) -> subprocess.Popen:
-        """Train on one core, in a session of its own: Ctrl-C is for us to pass on, once."""
+        """Train on one core, in a session of its own, so that only we receive Ctrl-C."""
         environment = {"JAX_PLATFORMS": "cpu", **os.environ, "JAX_NUM_CPU_DEVICES": "1"}
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -144,7 +144,7 @@ class Job:
         return process
 
     def measure(self) -> None:
-        """Write the result of a run that ended well."""
+        """Write the result of a finished run."""
         lines = read_metrics(self.folder / self.name / "metrics.jsonl")
         validations = [line for line in lines if "validation_bleu" in line]
         text = self.log.read_text()
@@ -167,9 +167,9 @@ class Job:
 
 
 def train_all(jobs: Sequence[Job], free: list[int], finished: Callable[[], None]) -> list[str]:
-    """Train on as many cores as are free; returns what went wrong.
+    """Train on the free cores; return the names of failed jobs with their logs.
 
-    However it ends, what is running is asked to save, and waited for.
+    However it ends, running jobs are asked to save, and waited for.
     """
     waiting, running, failed = list(jobs), {}, []
     try:
@@ -204,11 +204,11 @@ LABEL = {
     "color": "#444",
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.4},
 }
-"""How a number stands over its dot."""
+"""Style of the number above a dot."""
 
 
 class Line(NamedTuple):
-    """A row of the table with what was measured of it, one number a seed."""
+    """A row of the table with its measurements, one number for each seed."""
 
     row: Row
     parameters: float
@@ -220,7 +220,7 @@ class Line(NamedTuple):
 
 
 def measured(folder: Path, common: tuple[str, ...]) -> Iterator[Line]:
-    """A line for each row that has results, whichever rows were asked for this time."""
+    """Yield a line for each row that has results, whether or not it was requested this time."""
     seeds = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("*-*.json")})
     base = {seed: Job(ROWS[0], seed, folder, common).result for seed in seeds}
     for row in ROWS:
@@ -243,7 +243,7 @@ def measured(folder: Path, common: tuple[str, ...]) -> Iterator[Line]:
 
 
 def with_spread(numbers: Sequence[float], sign: str = "") -> str:
-    """The mean, and the least and the most where there are several.
+    """Return the mean, with minimum and maximum if there are several numbers.
 
     >>> with_spread([30.0]), with_spread([30.0, 31.5, 30.6]), with_spread([0.5], "+")
     ('30.00', '30.70 (30.00 to 31.50)', '+0.50')
@@ -257,7 +257,7 @@ def with_spread(numbers: Sequence[float], sign: str = "") -> str:
 
 
 def table_of(lines: Sequence[Line]) -> str:
-    """As Markdown."""
+    """Return the lines as a Markdown table."""
     return table(
         [
             {
@@ -279,7 +279,7 @@ def table_of(lines: Sequence[Line]) -> str:
 
 
 def draw(lines: Sequence[Line], steps: int) -> Any:
-    """A figure: a dot for the mean of a row, a line from the least to the most of its seeds."""
+    """Return a figure: a dot for the mean of a row, a line from minimum to maximum of its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.3 + 0.36 * len(lines)), layout="constrained")
@@ -311,7 +311,7 @@ def draw(lines: Sequence[Line], steps: int) -> Any:
 
 
 def write_docs(docs: Path, folder: Path, common: tuple[str, ...], steps: int, title: str) -> None:
-    """What is measured so far: as data, as a table and as a picture."""
+    """Write the measurements so far as data, as a table and as a picture."""
     lines = list(measured(folder, common))
     if not lines:
         return
@@ -328,7 +328,7 @@ def write_docs(docs: Path, folder: Path, common: tuple[str, ...], steps: int, ti
 
 
 def read_rows(text: str, seeds: int) -> list[tuple[Row, int]]:
-    """`base:3,heads-1` as rows and their numbers of seeds.
+    """Return the rows that `base:3,heads-1` names, with their numbers of seeds.
 
     >>> [(row.name, seeds) for row, seeds in read_rows("base:3,heads-1", 1)]
     [('base', 3), ('heads-1', 1)]
@@ -346,7 +346,7 @@ def read_rows(text: str, seeds: int) -> list[tuple[Row, int]]:
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and those that go to every training."""
+    """Return our own options, and those that are passed to every training."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", required=True, help="as text:DIR")
     parser.add_argument("--steps", type=int, required=True, help="of each training")
@@ -370,7 +370,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def check_options(file: Path, common: tuple[str, ...]) -> None:
-    """End where runs of other options lie there, which would go on or be taken for these."""
+    """Exit if the folder has runs with other options: they would be continued or reported."""
     if file.exists() and (found := file.read_text()) != shlex.join(common):
         sys.exit(
             "ablations.py: error: all runs of a folder have the same options; those in "
@@ -380,7 +380,7 @@ def check_options(file: Path, common: tuple[str, ...]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train what is not trained yet, and tell what is measured; returns the exit status."""
+    """Train what is missing, print the measurements, and return the exit status."""
     settings, others = read_arguments(arguments)
     every = -(-settings.steps // SAVES)
     common = ("--data.corpus", settings.corpus, "--training.steps", settings.steps)

@@ -1,13 +1,13 @@
-"""The data pipeline alone: does it keep up with what it feeds?
+"""The speed of the data pipeline alone, compared with what training consumes.
 
     python benchmarks/data.py --corpus text:DIR --languages en-de --pairs 1000000
 
-The training split, repeated to so many pairs, is (a) tokenized and encoded, half of it first, which
-shows what memory depends on; (b) planned into the rows of an epoch; (c) delivered by `TrainingBatches`
-and split over devices, with and without worker processes, for a few seconds each; where an epoch is
-through the next begins, new workers included. The columns "of ..." hold the target tokens delivered
-a second against those that training consumes: `--consumes` on this machine, and 500,000 on a large
-GPU. Without --corpus the text is the embedded corpus.
+The training split, repeated up to `--pairs` pairs, is (a) tokenized and encoded, first half of it
+and then all, which shows whether memory depends on its size; (b) packed into the rows of an epoch;
+(c) delivered by `TrainingBatches` and sharded over devices, with and without worker processes, for
+a few seconds each. An epoch that ends in this time is followed by the next, with new workers. The
+columns "of ..." are the target tokens delivered per second divided by those that training consumes:
+`--consumes` on this machine, and 500,000 on a large GPU. The default text is the embedded corpus.
 """
 
 import argparse
@@ -21,25 +21,25 @@ from typing import Any
 from common import alone, cores, machine, make_tokenizer, peak_memory, read_split, report_parts
 
 GPU = 500_000
-"""Target tokens a second, more than which no training on one GPU is expected to consume."""
+"""Target tokens per second that training on one GPU is expected to consume at most."""
 
 ROW = (64, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated(Sequence):
-    """`pairs` again and again, `count` in all."""
+    """`pairs`, repeated until there are `count`."""
 
     pairs: Sequence[tuple[str, str]]
     count: int
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Number of pairs."""
         return self.count
 
-    def __getitem__(self, places: slice) -> list[tuple[str, str]]:
-        """Those of a slice, read where they lie."""
-        start, stop, _ = places.indices(self.count)
+    def __getitem__(self, wanted: slice) -> list[tuple[str, str]]:
+        """Return the pairs of a slice."""
+        start, stop, _ = wanted.indices(self.count)
         found = []
         while start < stop:
             first = start % len(self.pairs)
@@ -74,12 +74,12 @@ def main() -> None:
             for rows in args.rows
             for workers in args.workers
         ]
-    title = f"The data of {args.corpus}, rows of {ROW[0]} and {ROW[1]} places; "
+    title = f"The data of {args.corpus}, rows of {ROW[0]} and {ROW[1]} tokens; "
     report_parts(title + machine("grain", "sentencepiece", "numpy"), parts, args.json)
 
 
 def encode(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
-    """Text to token ids on disk, as the first start of training does it."""
+    """Encode text to token ids on disk, as the first start of training does."""
     from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.data.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ def encode(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]
 
 
 def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
-    """The first epoch packs; the others only shuffle."""
+    """Plan two epochs. The first one packs the pairs; the others only shuffle rows."""
     from flaxformer_min.data.batches import TrainingBatches
     from flaxformer_min.data.encoding import EncodedPairs
 
@@ -135,7 +135,7 @@ def plan(folder: Path, rows_of_batches: list[int]) -> list[dict[str, Any]]:
 
 
 def deliver(args: argparse.Namespace, folder: Path, rows: int, workers: int) -> dict[str, Any]:
-    """Batches as the loop of training takes them, but for training itself."""
+    """Take batches as the training loop does, without training."""
     from flaxformer_min.data.batches import TrainingBatches, shard_batch
     from flaxformer_min.data.encoding import EncodedPairs
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Multi30k as well as we can: bash benchmarks/multi30k.sh DIR RUNS [SEED ...]
+# Our best single model of Multi30k: bash benchmarks/multi30k.sh DIR RUNS [SEED ...]
 #
 # Two runs of configs/multi30k_en_de.py, with and without subword sampling, translate the training
-# text. Further ones, one for each SEED (default: 0), begin with what the first has learned, learn
-# from that text and both translations, and are scored. That is the forward half of data
+# text. Further runs, one for each SEED (default: 0), begin with the parameters of the first, are
+# trained on that text and both translations, and are scored. That is the forward half of data
 # diversification (Nguyen et al. 2020), also known as sequence-level distillation (Kim and Rush
-# 2016); what translates in the end is a single model.
+# 2016). The result is a single model.
 #
-# DIR holds train.en, train.de, val.en, val.de, test2016.en and test2016.de (or .gz), by these names.
-# LANGUAGES=de-en turns it round, and OPTIONS go to every training. Started again it goes on where it
-# stood.
+# DIR has the files train.en, train.de, val.en, val.de, test2016.en and test2016.de (or .gz).
+# LANGUAGES=de-en is the other direction, and OPTIONS are passed to every training. The same command
+# continues after an interruption.
 set -euo pipefail
 if [ $# -lt 2 ]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
@@ -40,7 +40,7 @@ for run in sampled plain; do
     test -e "$runs/$run.$target" ||
         flaxformer-min translate "$runs/$run" --input "$runs/train.$source" --output "$runs/$run.$target"
 done
-if ! [ -e "$runs/text" ]; then # a file that is written anew is encoded anew
+if ! [ -e "$runs/text" ]; then # a file that is written again is encoded again
     mkdir -p "$runs/text.part"
     for split in val test2016; do
         for language in "$source" "$target"; do
@@ -52,7 +52,7 @@ if ! [ -e "$runs/text" ]; then # a file that is written anew is encoded anew
     mv "$runs/text.part" "$runs/text"
 fi
 for seed in "${@:-0}"; do
-    # From random parameters it takes twice the steps and was not better.
+    # Random parameters took twice the steps and were not better.
     train "diverse-$seed" "$runs/text" --training.init-from "$runs/sampled" --training.seed "$seed" \
         --training.steps 8000 --training.warmup-steps 1000 --training.learning-rate-scale 0.5 \
         --training.cooldown-steps 7000

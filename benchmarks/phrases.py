@@ -1,10 +1,9 @@
-"""Which phrases the default job gets right, kind by kind.
+"""The share of phrases that the default job translates exactly, by kind.
 
     python benchmarks/phrases.py runs/cldr_en_ko --json phrases.json
 
 Translates a split of the embedded corpus with a run that was trained on it, and counts the phrases
-that come out exactly as CLDR writes them: one row for each kind of phrase. Every one that does not
-is printed, for a person to say why.
+whose translation equals that of CLDR: one row for each kind of phrase. All others are printed.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from common import machine, report
 
 
 def main() -> None:
-    """Translate, and print what was missed and one table."""
+    """Translate, and print the wrong translations and one table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", help="folder of a run with a corpus `cldr:...`")
     parser.add_argument("--split", default="test")
@@ -26,25 +25,28 @@ def main() -> None:
     from flaxformer_min import Translator
     from flaxformer_min.data.corpora.cldr import phrases
     from flaxformer_min.runs.folder import RunFolder
-    from flaxformer_min.runtime.memory import configure_cpu_devices, tune_malloc
+    from flaxformer_min.runtime.devices import configure_cpu_devices
+    from flaxformer_min.runtime.memory import tune_malloc
 
     configure_cpu_devices()
     tune_malloc()
     data = RunFolder(args.run).config().data
     if not data.corpus.startswith("cldr:"):
-        parser.error(f"the run must have learned a corpus `cldr:...`; got {data.corpus}.")
-    asked = phrases(*data.languages.split("-"), args.split)
-    found = Translator.load(args.run).translate([phrase.source for phrase in asked])
-    right = [phrase.target == text for phrase, text in zip(asked, found, strict=True)]
-    for phrase, text, is_right in zip(asked, found, right, strict=True):
+        parser.error(f"the run must have been trained on a corpus `cldr:...`; got {data.corpus}.")
+    expected = phrases(*data.languages.split("-"), args.split)
+    found = Translator.load(args.run).translate([phrase.source for phrase in expected])
+    right = [phrase.target == text for phrase, text in zip(expected, found, strict=True)]
+    for phrase, text, is_right in zip(expected, found, right, strict=True):
         if not is_right:
             print(f"{phrase.kind}: {phrase.source}\n    {text}\n   ({phrase.target})")
-    title = f"Phrases of {data.corpus}, {args.split}, that {args.run} gets right; {machine('jax')}"
-    report(title, rows_of([phrase.kind for phrase in asked], right), args.json)
+    title = f"Exact translations of {data.corpus}, {args.split}, by {args.run}; {machine('jax')}"
+    report(title, rows_of([phrase.kind for phrase in expected], right), args.json)
 
 
 def rows_of(kinds: list[str], right: list[bool]) -> list[dict[str, Any]]:
-    """A row a kind, without what follows its colon, most missed first; then all together.
+    """Return a row for each kind, most missed first, then one for all.
+
+    A kind is named by what precedes its colon.
 
     >>> rows_of(["date:full", "date:yM", "money:USD"], [False, True, True])[0]
     {'kind': 'date', 'phrases': 2, 'missed': 1, 'right, %': 50.0}

@@ -1,17 +1,17 @@
-"""What a step costs as sentences, batch, vocabulary, depth and devices grow.
+"""Cost of a step as a function of sentence length, batch, vocabulary, depth and devices.
 
     python benchmarks/scaling.py --json scaling.json --picture scaling.png
 
-One thing grows at a time, from a model of 2+2 layers of 128 and 32 sentences of 64 tokens on each
-side. Each point is a process of its own: the median of a few steps of training and of decoding
-(beam 4, room for as many tokens as the source has), what XLA says each device needs for a step of
-training beside parameters and batch, and the peak of the process. Sentences grow at an equal number
-of tokens.
+One size grows at a time, from a model of 2+2 layers of 128 and 32 sentences of 64 tokens on each
+side. Longer sentences are fewer, at an equal number of tokens. Each point is measured in a process
+of its own: the median time of a few steps of training and of decoding (beam 4, with a capacity of
+as many tokens as the source has), the memory that XLA needs on each device for a step of training
+beside parameters and batch, and the peak of the process.
 
-Beside what is measured stands the law one would expect, from the number of multiplications, and the
-exponents of both: the slope of the straight line through all points with logarithmic axes. What
-grows as a constant and a linear part, as most things here must, is also fitted so; "off by" is how
-far the worst point is from that. A picture needs the extra `plots`.
+The table compares times with the expected law, the number of multiplications, and gives the
+exponents of both: the slope of the straight line through all points with logarithmic axes. A
+constant and a linear part are fitted, too; "off by" is the deviation of the worst point from them.
+A picture needs the extra `plots`.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from common import (
 
 BEAM = 4
 TOKENS = 2048
-"""On each side of a batch, but where the batch grows."""
+"""On each side of a batch, unless the batch grows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """All that may grow."""
+    """The sizes that may grow."""
 
     length: int = 64
     batch: int = TOKENS // 64
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As ModelConfig names them."""
+        """The fields of ModelConfig."""
         return {"num_layers": self.depth, "d_model": 128, "d_ff": 256, "num_heads": 4}
 
 
@@ -90,18 +90,18 @@ def main() -> None:
 
 
 def measure(point: Point, steps: int) -> dict[str, float]:
-    """Seconds and bytes of one point, in this process."""
+    """Return the seconds and bytes of one point, measured in this process."""
     import jax
 
-    from flaxformer_min import Batch, ModelConfig, Transformer
-    from flaxformer_min.config import TrainingConfig
+    from flaxformer_min import Batch, Config, ModelConfig, Transformer
     from flaxformer_min.data.batches import shard_batch
     from flaxformer_min.tokens import Tokens
     from flaxformer_min.training.step import init_state, make_train_step
 
     jax.config.update("jax_num_cpu_devices", point.devices)
-    model = Transformer(ModelConfig(vocab_size=point.vocabulary, **point.sizes))
-    training, shape, rng = TrainingConfig(), (point.batch, point.length), np.random.default_rng(0)
+    config = Config(model=ModelConfig(vocab_size=point.vocabulary, **point.sizes))
+    model, rng = Transformer(config.model), np.random.default_rng(0)
+    shape = point.batch, point.length
 
     def sentences() -> Tokens:
         positions = np.broadcast_to(np.arange(point.length, dtype=np.int32), shape)
@@ -109,9 +109,9 @@ def measure(point: Point, steps: int) -> dict[str, float]:
         return Tokens(ids, positions, np.ones(shape, np.int32))
 
     source, target = sentences(), sentences()
-    state = init_state(model, training)
+    state = init_state(model, config)
     batch = shard_batch(Batch(source, target), point.devices)
-    step = make_train_step(model, training).lower(state, batch).compile()
+    step = make_train_step(model, config).lower(state, batch).compile()
     temporary = step.memory_analysis().temp_size_in_bytes
 
     def train() -> Any:
@@ -128,32 +128,33 @@ def measure(point: Point, steps: int) -> dict[str, float]:
 
 
 def decoding_step(model: Any, params: Any, source: Any) -> Callable[[], Any]:
-    """A step of a search with room for as many tokens as the source has."""
+    """Return a decoding step with a capacity of as many tokens as the source has."""
     import jax
     import jax.numpy as jnp
 
     apply = partial(model.apply, {"params": params})
-    memory = jax.jit(partial(apply, method="remember"))(source)
+    encoded = jax.jit(partial(apply, method="encode"))(source)
+    cross = jax.jit(partial(apply, method="precompute_cross_attention"))(encoded, source)
     length = source.ids.shape[1]
-    cache, _ = jax.jit(lambda memory: apply(memory, BEAM, length, method="start"))(memory)
+    cache, _ = jax.jit(lambda cross: apply(cross, BEAM, length, method="prefill"))(cross)
     tokens = jnp.full((len(source.ids), BEAM), 4)
 
-    def forward(variables: Any, tokens: Any, memory: Any, cache: Any) -> Any:
-        logits, cache = model.apply(variables, tokens, memory, cache, method="step")
+    def forward(variables: Any, tokens: Any, cross: Any, cache: Any) -> Any:
+        logits, cache = model.apply(variables, tokens, cross, cache, method="decode_step")
         return logits, cache._replace(column=cache.column % length)
 
     step = jax.jit(forward, donate_argnums=3)
 
     def decode() -> Any:
         nonlocal cache
-        logits, cache = step({"params": params}, tokens, memory, cache)
+        logits, cache = step({"params": params}, tokens, cross, cache)
         return logits
 
     return decode
 
 
 def median_seconds(run: Callable[[], Any], times: int) -> float:
-    """Of so many runs, after two that count for nothing."""
+    """Return the median of `times` runs, after two that are not counted."""
     import jax
 
     seconds = []
@@ -165,27 +166,27 @@ def median_seconds(run: Callable[[], Any], times: int) -> float:
 
 
 def expected(point: Point) -> dict[str, float]:
-    """Multiplications of a step of training and of decoding, over the cores that share them.
+    """Return the multiplications of a training and a decoding step, per core in use.
 
-    Those with what is masked are done, too: half of a target's attention to itself, and, since the
-    hypotheses of a sentence share their room, what the others have written or may yet write.
+    Masked ones are counted, because they are computed, too: half of the target's self-attention,
+    and, because the hypotheses of a sentence share one cache, the positions of the others.
     """
     sizes, vocabulary, length = point.sizes, point.vocabulary, point.length
     lengths, alive = np.full(point.batch, length), np.full(point.batch * BEAM, length)
-    look = 4 * sizes["d_model"] * sizes["num_layers"]  # of one place at another
+    attend = 4 * sizes["d_model"] * sizes["num_layers"]  # of one position to another
     forward = flops_of_source(sizes, lengths)
     forward += flops_of_target(sizes, vocabulary, lengths, lengths)
-    forward += look * point.batch * length * (length - 1) / 2
+    forward += attend * point.batch * length * (length - 1) / 2
     last = flops_of_target(sizes, vocabulary, alive, alive)
     last -= flops_of_target(sizes, vocabulary, alive - 1, alive)
-    last += look * len(alive) * (BEAM - 1) * length
+    last += attend * len(alive) * (BEAM - 1) * length
     return {"training": 3 * forward / min(point.devices, cores()), "decoding": last}
 
 
 def rows_of(
     axis: str, points: list[Point], measured: dict[Point, dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """The table of one axis; the law is scaled to meet the first point."""
+    """Return the table of one axis; the law is scaled to the first point."""
     first, rows = points[0], []
     for point in points:
         found, row = measured[point], {axis: getattr(point, axis)}
@@ -201,7 +202,7 @@ def rows_of(
 
 
 def fits_of(axis: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The exponents of one axis, and how well a constant and a linear part fit."""
+    """Return the exponents of one axis, and its fit of a constant and a linear part."""
     x = np.array([row[axis] for row in rows], float)
     found = []
     for name in ("training, ms", "decoding, ms", "temporary, MB"):
@@ -236,7 +237,7 @@ def fits_of(axis: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def exponent(x: np.ndarray, y: np.ndarray) -> float:
-    """Of the power law that fits best with logarithmic axes.
+    """Return the exponent of the power law that fits best with logarithmic axes.
 
     >>> exponent(np.array([1.0, 2.0, 4.0]), np.array([3.0, 12.0, 48.0]))
     2.0
@@ -245,7 +246,7 @@ def exponent(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def draw(parts: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Time above, memory below, an axis a column; the law is dashed."""
+    """Draw time above and memory below, a column for each axis; the law is dashed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 

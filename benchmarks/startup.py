@@ -1,8 +1,8 @@
-"""How soon the main job learns: python benchmarks/startup.py
+"""Time until the default job has taken its first step: python benchmarks/startup.py
 
 Starts `train.py` with the embedded corpus: with nothing prepared, with data and tokenizer prepared
-and nothing compiled, and with everything warm. Seconds from the command to its first step, Python
-and its imports included, and what the whole run spent on compiling.
+but nothing compiled, and with everything cached. Measures the seconds from the command to the first
+step, Python and its imports included, and the time that the whole run spends on compiling.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def start(cache: Path) -> dict[str, Any]:
-    """One start in a new run folder: two steps, without translation."""
+    """Start once in a new run folder, for two steps without translation."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "train.py", "--workdir", str(Path(scratch) / "run")]
         command += ["--training.steps", "2", "--training.validation-sentences", "0"]

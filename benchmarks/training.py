@@ -1,14 +1,14 @@
-"""Training beside PyTorch's own Transformer, at equal sizes, loss, optimiser and dropout.
+"""Speed of training, compared with PyTorch's own Transformer of equal size, loss and optimizer.
 
     python benchmarks/training.py --corpus text:DIR --languages en-de
     python benchmarks/training.py --size wide --tokens 2048 --steps 3 --rounds 3
     python benchmarks/training.py --device gpu --size base --tokens 25000
 
-What counts is real target tokens a second, padding left out. We read packed rows; the peer reads
-batches of sentences of about one length, padded, as its users make them, eager in as many threads
-as suit it best, and compiled in as many, if it is ready after `--patience` minutes. On a GPU there
-is no peer: the table tells the share of the device's own bfloat16 matrix products instead. Without
---corpus the text is the embedded corpus. Needs the extra `benchmarks`.
+Speed is real target tokens per second, without padding. Dropout is equal, too. We read packed
+rows; the peer reads padded batches of sentences of similar length, as its users make them: eager,
+in the number of threads that suits it best, and compiled in as many, if it is ready after
+`--patience` minutes. On a GPU there is no peer, only the share of the device's own bfloat16 matrix
+products. The default text is the embedded corpus. Needs the extra `benchmarks`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Pairs = list[tuple[list[int], list[int]]]
 def main() -> None:
     """Measure, and print one table."""
     parser = arguments(__doc__, "training")
-    parser.add_argument("--tokens", type=int, default=4096, help="target places in a batch")
+    parser.add_argument("--tokens", type=int, default=4096, help="target positions in a batch")
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--patience", type=float, default=6, help="minutes for PyTorch to compile")
@@ -59,14 +59,14 @@ def main() -> None:
     packages = ["jax", "torch"] if args.device == "cpu" else ["jax"]
     title = (
         f"Training on {args.corpus}, size {args.size}, vocabulary {args.vocab_size:,}, "
-        f"{args.tokens:,} target places a batch, dropout {args.dropout}, {dtype}; matrix products "
-        f"{rate / 1e9:,.0f} GFLOP/s; {machine(*packages)}"
+        f"{args.tokens:,} target positions a batch, dropout {args.dropout}, {dtype}; matrix "
+        f"products {rate / 1e9:,.0f} GFLOP/s; {machine(*packages)}"
     )
     report(title, table_of(contenders, rate), args.json)
 
 
 def table_of(contenders: list[Contender], rate: float) -> list[dict[str, Any]]:
-    """The rows, each beside the best peer and the machine's own rate."""
+    """Return the rows, each compared with the best peer and the machine's own rate."""
     speeds = [contender.median("tokens_per_second") for contender in contenders]
     rows = []
     for contender, speed in zip(contenders, speeds, strict=True):
@@ -90,7 +90,7 @@ def table_of(contenders: list[Contender], rate: float) -> list[dict[str, Any]]:
 
 
 def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
-    """Eager in the number of threads in which it is quicker; compiled in as many, if in time."""
+    """Start the peer eager, in its faster number of threads, and compiled, if ready in time."""
     tried = {
         n: Contender(f"PyTorch eager, {n} threads", theirs, pairs, settings, False, n)
         for n in sorted({1, cores()})
@@ -111,37 +111,36 @@ def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> Pairs:
-    """The training split as token ids; what does not fit a row of 64 is left out for both."""
+    """Return the training split as token ids, without pairs that do not fit a row of 64."""
     tokenizer, pairs = make_tokenizer(args, folder), read_split(args, "train")[:30_000]
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     return [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= 64]
 
 
 def flops_of_training(sizes: dict[str, int], vocab_size: int, pairs: Pairs) -> float:
-    """Floating-point operations of one step on these pairs, three times those of reading them."""
+    """Return the floating-point operations of a step: three times those of the forward pass."""
     source, target = (np.array([len(pair[side]) for pair in pairs]) for side in (0, 1))
     return 3 * (flops_of_source(sizes, source) + flops_of_target(sizes, vocab_size, target, source))
 
 
 def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
-    """`make_train_step` on packed rows, as the loop calls it."""
+    """Return a run of `make_train_step` on packed rows, as the training loop calls it."""
     import jax
 
-    from flaxformer_min.config import ModelConfig, TrainingConfig
+    from flaxformer_min.config import Config, ModelConfig
     from flaxformer_min.data.batches import TrainingBatches, shard_batch
     from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.model.transformer import Transformer
+    from flaxformer_min.runtime.devices import configure_cpu_devices
     from flaxformer_min.training.step import init_state, make_train_step
 
     class Ids:
-        """Tokens already; see `prepare`."""
+        """A tokenizer of texts that are token ids already; see `prepare`."""
 
         fingerprint = "ids"
 
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
-
-    from flaxformer_min.runtime.devices import configure_cpu_devices
 
     sizes, row = SIZES[settings["size"]], (64, 68)
     rows_per_batch = -(-settings["tokens"] // 64)
@@ -152,19 +151,23 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         rows = TrainingBatches(encoded, row, rows_per_batch, seed=0)
         batches = list(itertools.islice(rows, settings["steps"]))
         rows.close()
-    config = ModelConfig(
-        vocab_size=settings["vocab_size"], dropout=settings["dropout"], dtype=dtype, **sizes
+    config = Config(
+        model=ModelConfig(
+            vocab_size=settings["vocab_size"], dropout=settings["dropout"], dtype=dtype, **sizes
+        )
     )
-    model, training = Transformer(config), TrainingConfig()
-    state, step = init_state(model, training), make_train_step(model, training)
+    model = Transformer(config.model)
+    state, step = init_state(model, config), make_train_step(model, config)
     tokens = sum(np.count_nonzero(batch.target.segments) for batch in batches)
     real = tokens + sum(np.count_nonzero(batch.source.segments) for batch in batches)
-    places = sum(side.ids.size for batch in batches for side in batch)
+    positions = sum(side.ids.size for batch in batches for side in batch)
     done = {
         "steps": len(batches),
         "tokens": int(tokens),
-        "padding": 1 - real / places,
-        "flops": sum(flops_of_training(sizes, config.vocab_size, sentences(b)) for b in batches),
+        "padding": 1 - real / positions,
+        "flops": sum(
+            flops_of_training(sizes, settings["vocab_size"], sentences(batch)) for batch in batches
+        ),
     }
 
     def run() -> dict[str, float]:
@@ -182,7 +185,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
 
 
 def sentences(batch: Any) -> Pairs:
-    """The pairs of a packed batch; only their lengths are looked at."""
+    """Return the pairs of a packed batch, with zeros for ids: only their lengths are used."""
     found = []
     for row in range(len(batch.source.ids)):
         counts = [np.bincount(side.segments[row])[1:] for side in batch]
@@ -191,7 +194,7 @@ def sentences(batch: Any) -> Pairs:
 
 
 def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int) -> Run:
-    """torch.nn.Transformer with embeddings, positions and output of its own, and Adam."""
+    """Return a run of torch.nn.Transformer with shared embeddings, positions and Adam."""
     import torch
     import torch.fx.experimental._config
     from torch import nn
@@ -245,7 +248,7 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
     adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
     if compiled:
         # The whole model takes many minutes, most of them in g++; layers of one kind share a
-        # program. Unless told so, torch takes sizes that are equal in the first batch for one.
+        # program. By default, torch takes sizes that are equal in the first batch for one size.
         torch.fx.experimental._config.use_duck_shape = False
         for layers in (model.inner.encoder.layers, model.inner.decoder.layers):
             for i, layer in enumerate(layers):
@@ -253,12 +256,12 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
     chosen = length_sorted(pairs, settings["tokens"], settings["steps"])
     batches = [tuple(torch.tensor(side) for side in padded(batch)) for batch in chosen]
     tokens = sum(int((target != 0).sum()) for _, target in batches)
-    places = sum(source.numel() + target.numel() for source, target in batches)
+    positions = sum(source.numel() + target.numel() for source, target in batches)
     real = tokens + sum(int((source != 0).sum()) for source, _ in batches)
     done = {
         "steps": len(batches),
         "tokens": tokens,
-        "padding": 1 - real / places,
+        "padding": 1 - real / positions,
         "flops": sum(flops_of_training(sizes, vocab_size, batch) for batch in chosen),
     }
 
@@ -279,7 +282,7 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
 
 
 def length_sorted(pairs: Pairs, tokens: int, steps: int) -> list[Pairs]:
-    """Batches of about `tokens` target places; the sentences of one are about equally long."""
+    """Return batches of about `tokens` target tokens, each of sentences of similar length."""
     ordered = sorted(pairs, key=lambda pair: (len(pair[1]), len(pair[0])))
     batches, batch = [], []
     for pair in ordered:
@@ -292,7 +295,7 @@ def length_sorted(pairs: Pairs, tokens: int, steps: int) -> list[Pairs]:
 
 
 def padded(batch: Pairs) -> list[np.ndarray]:
-    """Source and target ids, 0 where there is nothing."""
+    """Return source and target ids, padded with 0."""
     sides = []
     for side in (0, 1):
         ids = np.zeros((len(batch), max(len(pair[side]) for pair in batch)), np.int64)
