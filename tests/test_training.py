@@ -254,6 +254,7 @@ def test_a_parameter_that_is_not_finite_is_named(learner):
         step(broken, two_rows())
 
 
+@slow
 def test_masked_scores_are_not_taken_for_the_fault(learner):
     """A mask makes infinities of its own, and they are none of a step's that is finite."""
     found = find_not_finite(learner.model, learner.config.training, learner.state(), two_rows())
