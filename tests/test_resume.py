@@ -133,10 +133,10 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     uncut, growing, shrinking = (tmp_path / name for name in ("uncut", "growing", "shrinking"))
     train(first, shrinking)
     on_one_device = (
-        "import logging\n"
+        "import jax\n"
         "from flaxformer_min.config import *\n"
         "from flaxformer_min.experiment.run import train\n"
-        "logging.basicConfig(level=logging.INFO)\n"
+        "assert jax.device_count() == 1\n"
         f"train({first!r}, {str(growing)!r})\n"
         f"train({config!r}, {str(shrinking)!r})\n"
     )
@@ -148,7 +148,6 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("1 cpu device ") == 2
     for workdir in (uncut, growing):
         train(config, workdir)
     _, expected, description = newest(uncut)
@@ -191,7 +190,7 @@ def limited(request, tmp_path):
 # TensorStore may report a write that failed when nothing waits for it any more.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
-    config, uncut, tmp_path, limited, capsys, failed_transfers
+    config, uncut, tmp_path, limited, capsys, caplog, failed_transfers
 ):
     """A file system without room, and one that refuses to write a large file."""
     folder, fill, make_room = limited
@@ -215,6 +214,7 @@ def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
     train(often, folder / "run")
     assert differences(uncut, folder / "run") == []
     assert leftovers(folder / "run") == []
+    caplog.clear()  # a logged error keeps failed transfers alive, which would end in another test
 
 
 def test_a_run_is_resumed_with_what_its_checkpoint_says(uncut):
