@@ -183,19 +183,19 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         DataConfig,
         dict(languages="en"),
-        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "languages must be two different languages joined by a hyphen, the source first, as in "
         "en-de; got 'en'.",
     ),
     (
         DataConfig,
         dict(languages="en-en"),
-        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "languages must be two different languages joined by a hyphen, the source first, as in "
         "en-de; got 'en-en'.",
     ),
     (
         DataConfig,
         dict(languages="en-"),
-        "languages must be two different languages joined by one hyphen, the source first, as in "
+        "languages must be two different languages joined by a hyphen, the source first, as in "
         "en-de; got 'en-'.",
     ),
 ]
