@@ -165,11 +165,17 @@ def test_a_language_that_is_not_there_is_an_error_that_lists_the_files(tmp_path)
         read_pairs(corpus, "train", "en-ko")
 
 
-@pytest.mark.parametrize("languages", ["en-en", "en", "en-", "-", "en-de-fr"])
+@pytest.mark.parametrize("languages", ["en-en", "en", "en-", "-"])
 def test_languages_are_two_different_ones(tmp_path, languages):
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     with pytest.raises(ValueError, match=f"two different languages.*got '{languages}'"):
         read_pairs(corpus, "train", languages)
+
+
+def test_three_languages_are_an_error_that_lists_the_possible_pairs(tmp_path):
+    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
+    with pytest.raises(ValueError, match="'en-de-fr' may be en:de-fr or en-de:fr"):
+        read_pairs(corpus, "train", "en-de-fr")
 
 
 def test_no_folder_or_an_empty_one_is_an_error(tmp_path):
@@ -230,17 +236,25 @@ def test_a_broken_gzip_file_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_fingerprint_changes_when_the_data_does(tmp_path):
+    """And only then: neither with the time of a file, nor with its place."""
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, val__en="a", val__de="b")
     first = fingerprint(corpus, "train", "en-de")
     assert first == fingerprint(corpus, "train", "en-de") and len(first) == 16
+    before = (tmp_path / "train.en").stat()
     os.utime(tmp_path / "train.de", ns=(1, 1))
+    (tmp_path / "copy").mkdir()
+    copy = write(tmp_path / "copy", train__en=ENGLISH, train__de=GERMAN)
+    assert first == fingerprint(corpus, "train", "en-de") == fingerprint(copy, "train", "en-de")
     prints = [
         first,
-        fingerprint(corpus, "train", "en-de"),
         fingerprint(corpus, "train", "de-en"),
         fingerprint(corpus, "val", "en-de"),
         fingerprint(write(tmp_path, train__en=ENGLISH + "!"), "train", "en-de"),
     ]
+    write(tmp_path, train__en=ENGLISH.replace("H", "J"))
+    os.utime(tmp_path / "train.en", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (tmp_path / "train.en").stat().st_size == before.st_size
+    prints.append(fingerprint(corpus, "train", "en-de"))
     assert len(set(prints)) == len(prints)
 
 
