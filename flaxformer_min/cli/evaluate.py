@@ -42,9 +42,8 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
         if output:
             write(output, texts)
-    hypotheses, references = (
-        list(itertools.compress(side, used)) for side in (texts, [b for _, b in pairs])
-    )
+    hypotheses = list(itertools.compress(texts, used))
+    references = list(itertools.compress((reference for _, reference in pairs), used))
     measured = evaluation.evaluate(
         hypotheses, references, lowercase=args.lowercase, tokenize=tokenize
     )
