@@ -56,8 +56,8 @@ class EpochBatches:
         segment = ranges(np.ones_like(in_row), in_row)
         source, target = self.encoded.source, self.encoded.target
         return Batch(
-            _materialize(source, pairs, row, segment, (share, self.row_lengths[0])),
-            _materialize(target, pairs, row, segment, (share, self.row_lengths[1])),
+            _materialize_rows(source, pairs, row, segment, (share, self.row_lengths[0])),
+            _materialize_rows(target, pairs, row, segment, (share, self.row_lengths[1])),
         )
 
     def padding(self) -> float:
@@ -78,7 +78,7 @@ class EpochBatches:
         return tuple(map(max, self.row_lengths, longer))
 
 
-def _materialize(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
+def _materialize_rows(side: Ragged, pairs, row, segment, shape: tuple[int, int]) -> Tokens:
     """Return the rows of `shape` with these sentences side by side."""
     lengths = side.lengths[pairs]
     before = np.cumsum(lengths) - lengths
