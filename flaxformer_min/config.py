@@ -95,7 +95,8 @@ class ModelConfig:
     """h, the number of attention heads; each is d_model / num_heads wide."""
 
     dropout: float = setting(0.1, at_least=0, less_than=1)
-    """P_drop, applied to embeddings and to the output of each sub-layer (section 5.4)."""
+    """P_drop, applied to embeddings and to the output of each sub-layer (section 5.4). Rounded to a
+    multiple of 1/256: 0.1 drops 10.2 %."""
 
     attention_dropout: float = setting(0.0, at_least=0, less_than=1)
     """Dropout of attention weights; not in the paper."""
@@ -346,7 +347,7 @@ class Config:
         """
         try:
             content = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} must be JSON; {error}. Restore it from a backup.") from error
         if not isinstance(content, dict) or type(content.get("format_version")) is not int:
             raise ValueError(
@@ -367,7 +368,10 @@ class Config:
                 if old in value:
                     value[new] = value.pop(old)
             check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
-        return cls(**{name: groups[name](**value) for name, value in content.items()})
+        try:
+            return cls(**{name: groups[name](**value) for name, value in content.items()})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -33,7 +34,8 @@ def check_fields(config: Any, group: str) -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value = _plain_number(getattr(config, field.name))
+        object.__setattr__(config, field.name, value)  # frozen, and not yet anybody's
         name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
         if not _has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
@@ -43,7 +45,7 @@ def check_fields(config: Any, group: str) -> None:
             field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")
         )
         rules = [
-            (not math.isinf(value), "finite"),
+            (isinstance(value, int) or not math.isinf(value), "finite"),
             (at_least is None or value >= at_least, f"at least {at_least}"),
             (at_most is None or value <= at_most, f"at most {at_most}"),
             (more_than is None or value > more_than, f"more than {more_than}"),
@@ -52,6 +54,15 @@ def check_fields(config: Any, group: str) -> None:
         broken = [text for holds, text in rules if not holds]
         if broken:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of numpy as one of Python, which JSON can hold."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, (int, bool)):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
+    return value
 
 
 def _has_type(value: Any, hint: Any) -> bool:

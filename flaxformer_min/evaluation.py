@@ -198,6 +198,11 @@ def _bleu_metric(lowercase: bool, tokenize: str) -> Any:
         )
     try:
         return BLEU(lowercase=lowercase, tokenize=tokenize)
+    except OSError as error:
+        raise ValueError(
+            f"tokenize={tokenize!r} downloads a model on first use, which failed; {error}. Connect "
+            "to the network once, or choose another."
+        ) from error
     except (RuntimeError, ImportError) as error:
         extra = f" (pip install 'sacrebleu[{tokenize[:2]}]')" if "mecab" in tokenize else ""
         raise ValueError(

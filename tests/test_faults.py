@@ -1,9 +1,13 @@
 """What a hostile or unlucky user does to the program, and what it does then."""
 
+import copy
 import dataclasses
+import gzip
+import importlib.util
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -11,23 +15,34 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_run import LINES, make_tiny_run, random_params
 from training_jobs import small_config, write_config
 
+import flaxformer_min
 from flaxformer_min import cli
 from flaxformer_min.cli.train import read_arguments
-from flaxformer_min.config import Config, DataConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.decoding.batching import Options
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.evaluation import bleu
+from flaxformer_min.experiment.prepare import prepare
 from flaxformer_min.experiment.run import train
 from flaxformer_min.experiment.validation import target_language
 from flaxformer_min.languages import join_languages, parse_languages
+from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runtime.files import open_atomically
 from flaxformer_min.runtime.signals import InterruptOnSignal, StopRequest
+from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.metrics import MetricsLog, Window, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +98,7 @@ def test_training_follows_no_link_out_of_the_run_folder(tmp_path, capsys, name):
 def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
     """A named pipe would be waited for without end."""
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(ValueError, match="must be a run's own lock file"):
+    with pytest.raises(ValueError, match="must be the lock file of a run"):
         with RunFolder(tmp_path).locked():
             pass
 
@@ -365,7 +380,7 @@ def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsy
     train_tokenizer(reversed_lines, size, copied / "tokenizer.model")
     with pytest.raises(ValueError, match="tokenizer.model: .* in the checkpoint"):
         RunFolder(copied).params()
-    assert cli.main(["evaluate", str(copied)]) == 2
+    assert cli.main(["plot", "attention", str(copied), "a", "--output", "none.svg"]) == 2
     assert "tokenizer.model" in capsys.readouterr().err
 
 
@@ -543,3 +558,180 @@ def test_sixty_hostile_cases_end_with_a_sentence_or_a_result():
     )
     assert found.stdout.splitlines()[-1].endswith("0 failed"), found.stdout
     assert found.stdout.splitlines()[-1].startswith("60 cases")
+
+
+# Papercuts.
+
+
+@pytest.fixture(scope="module")
+def translator(run):
+    return Translator.load(run)
+
+
+@pytest.fixture(scope="module")
+def unchecked(run):
+    """A translator whose types are not checked, as a user has it: under another name."""
+    path = Path(flaxformer_min.__file__).with_name("decoding") / "translator.py"
+    spec = importlib.util.spec_from_file_location("unchecked_translator", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Translator.load(run)
+
+
+def test_a_gzip_bomb_is_not_read_to_its_end(tmp_path):
+    """100 MB of zeros in 100 kB; the memory it takes is bounded."""
+    (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(bytes(10**8), 9))
+    with pytest.raises(ValueError, match="becomes more than 100 times as large"):
+        read_pairs(f"text:{tmp_path}", "train")
+
+
+def test_text_that_repeats_itself_is_no_bomb(tmp_path):
+    content = b"the same again and again\n" * 10_000
+    for language in ("en", "de"):
+        (tmp_path / f"train.{language}.gz").write_bytes(gzip.compress(content))
+    assert len(read_pairs(f"text:{tmp_path}", "train", "en-de")) == 10_000
+
+
+def test_a_finished_run_is_not_shortened(tmp_path):
+    run = make_tiny_run(tmp_path / "run", steps=(7,))
+    before = contents(run)
+    config = RunFolder(run).config()
+    shorter = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=6))
+    with pytest.raises(ValueError, match="at step 7, got 6"):
+        RunFolder(run).begin(shorter, lambda paths: pytest.fail("it has its tokenizers"))
+    assert contents(run) == before
+
+
+def test_a_cache_that_cannot_be_written_names_the_option(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = small_config(tmp_path, data={"cache_dir": str(tmp_path / "file" / "cache")})
+    with pytest.raises(OSError, match="--data.cache-dir"):
+        prepare(RunFolder(tmp_path / "run"), config)
+
+
+def test_a_split_without_usable_pairs_is_named(tmp_path):
+    pairs = {"train": [("a b c", "d e f")] * 9, "validation": [("", "x")]}
+    model = {"vocab_size": 300, "d_model": 8, "num_heads": 1, "d_ff": 8, "num_layers": 1}
+    with pytest.raises(ValueError, match="the validation split must have at least one usable"):
+        prepare(RunFolder(tmp_path / "run"), Config(model=ModelConfig(**model)), pairs)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 5_000, "1e999", "NaN"])
+def test_an_impossible_number_in_a_config_names_the_file(number):
+    text = (
+        Config().to_json().replace('"learning_rate_scale": 1.0', f'"learning_rate_scale": {number}')
+    )
+    assert number in text
+    try:
+        Config.from_json(text, "RUN/config.json")
+    except ValueError as error:
+        assert str(error).startswith("RUN/config.json")
+    else:
+        assert number == "1" + "0" * 400  # a whole number has no infinity; schedules may overflow
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = ModelConfig(num_layers=np.int64(2), dropout=np.float32(0.25))
+    assert type(config.num_layers) is int and type(config.dropout) is float
+    assert Config.from_json(Config(model=config).to_json()).model == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"beam_size": -1}, {"beam_size": True}, {"n_best": 0}, {"seed": -1}, {"min_length": -1}],
+)
+def test_search_options_are_whole_numbers_in_range(changes):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
+        Options(**changes)
+
+
+def test_a_beam_is_no_wider_than_the_vocabulary(translator):
+    with pytest.raises(ValueError, match="beam_size must not exceed the vocabulary of"):
+        translator.translate(["the house"], beam_size=10_000)
+
+
+@pytest.mark.parametrize("lines", [None, 3, (line for line in ["a"]), ["a", None], [b"a"]])
+def test_what_is_no_list_of_texts_is_refused_by_name(unchecked, lines):
+    with pytest.raises(ValueError, match="lines must be"):
+        unchecked.translate(lines)
+
+
+@pytest.mark.parametrize("pairs", [[None], [("a", None)], [3], ["ab"], [("a",)]])
+def test_what_is_no_pair_of_texts_is_refused(unchecked, pairs):
+    with pytest.raises(ValueError, match="pairs must be"):
+        unchecked.score(pairs)
+
+
+def test_a_prefix_of_an_empty_line_is_told(translator, caplog):
+    options = translator.options(beam_size=1, max_extra_tokens=4)
+    with caplog.at_level(logging.WARNING, "flaxformer_min"):
+        found = translator.hypotheses(["", ""], options, ["the", ""], first_line=5)
+    assert [each[0].text for each in found] == ["", ""]
+    assert [text for text in caplog.messages if "prefix" in text] == [
+        "line 5 is empty, and so is its translation; its prefix is not used."
+    ]
+
+
+def test_a_loaded_translator_is_pickled_by_its_folder(translator):
+    for other in (pickle.loads(pickle.dumps(translator)), copy.deepcopy(translator)):
+        assert other.restored[0].step == translator.restored[0].step
+        same = jax.tree.map(np.array_equal, other.runner.params, translator.runner.params)
+        assert all(jax.tree.leaves(same))
+
+
+def test_a_translator_without_a_folder_says_why_it_cannot_be_pickled(translator):
+    tokenizers = translator.source_tokenizer, translator.target_tokenizer
+    own = Translator(translator.models, translator.runner.params, tokenizers)
+    with pytest.raises(TypeError, match="only a translator that Translator.load returned"):
+        pickle.dumps(own)
+
+
+@pytest.mark.parametrize("ids", [[[5, 10]], [[-1, 5]]])
+def test_an_id_outside_the_vocabulary_is_an_error_outside_jit(ids):
+    model = Transformer(ModelConfig(10, num_layers=1, d_model=8, d_ff=8, num_heads=2))
+    inside = one_sentence_per_row(jnp.array([[5, 9]]))
+    params = model.init(jax.random.key(0), Batch(inside, inside))
+    tokens = one_sentence_per_row(jnp.array(ids))
+    with pytest.raises(ValueError, match="token ids must be from 0 to 9"):
+        model.apply(params, Batch(tokens, inside))
+    jax.eval_shape(model.apply, params, Batch(tokens, inside))  # traced, it cannot be known
+
+
+def test_positions_do_not_wrap_with_the_type_of_the_ids():
+    tokens = one_sentence_per_row(jnp.ones((1, 300), jnp.int8))
+    assert tokens.positions[0, -1] == 299
+    assert {column.dtype for column in tokens} == {jnp.dtype("int32")}
+
+
+def test_the_public_names_are_listed():
+    assert set(flaxformer_min.__all__) <= set(dir(flaxformer_min))
+
+
+def test_what_a_killed_process_left_of_an_output_is_removed_a_day_later(tmp_path):
+    old, new, other = (tmp_path / f".{name}.partial" for name in ("out-a", "out-b", "else-a"))
+    for path in (old, new, other):
+        path.write_text("half")
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    with open_atomically(tmp_path / "out") as file:
+        file.write(b"whole")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {new.name, other.name, "out"}
+
+
+def test_too_little_memory_is_a_sentence(run, capsys, monkeypatch):
+    def too_large(self, *_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(RunFolder, "config", too_large)
+    assert cli.main(["evaluate", str(run)]) == 2
+    assert "error: there is too little memory" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_is_told(monkeypatch):
+    def offline(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("sacrebleu.metrics.BLEU.__init__", offline)
+    with pytest.raises(ValueError, match="downloads a model on first use, which failed"):
+        bleu(["a"], ["a"], tokenize="flores200")

@@ -5,9 +5,11 @@ lines. Errors of usage are one sentence on stderr and status 2. Heavy modules ar
 so that `--help` is fast.
 """
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         drop_unwritable()
         return CLOSED_PIPE
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         drop_unwritable()
         with ignore_broken_pipe():
             print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
@@ -62,19 +64,33 @@ def main(argv: list[str] | None = None) -> int:
 
 def train_command(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
     """Run `flaxformer-min train`, or train.py, and return its exit status; as `main`."""
-    if argv is None:
+    owns_process = argv is None
+    if owns_process:
         open_streams()
         argv = sys.argv[1:]
-    try:
+    with _ended_by_interrupt(owns_process):
         from flaxformer_min.cli.train import main as run
-    except KeyboardInterrupt:
-        return 130
     return run(argv, prog)
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt(owns_process: bool) -> Iterator[None]:
+    """Let Ctrl-C end the process in the body, which imports libraries that it would tear apart."""
+    if not owns_process:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"there is too little memory. {MEMORY_ADVICE}"
     return str(error)
 
 

@@ -76,9 +76,10 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
                 with ignore_broken_pipe():
                     _print_next_command(result, [prog, *argv])
                 return status
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
             with ignore_broken_pipe():
-                print(f"{prog}: error: {error}", file=sys.stderr)
+                reason = "there is too little memory." if isinstance(error, MemoryError) else error
+                print(f"{prog}: error: {reason}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             with ignore_broken_pipe():

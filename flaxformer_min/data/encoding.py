@@ -185,6 +185,7 @@ def encode_pairs(
     cache: Path,
     fingerprint: str,
     segmentations: int = 1,
+    name: str = "a split",
 ) -> EncodedPairs:
     """Return an encoded split, from `cache` if it was encoded before.
 
@@ -194,6 +195,7 @@ def encode_pairs(
     fingerprint:   identifies the text.
     segmentations: most segmentations of each sentence, for `EncodedPairs.resample`; those longer
                    than a row are dropped.
+    name:          of the split, in errors.
 
     Raises ValueError if no pair is left.
     """
@@ -211,7 +213,7 @@ def encode_pairs(
         encoded = EncodedPairs.load(folder)
     if not encoded.counts.kept:
         raise ValueError(
-            f"a split must have at least one usable pair; got {encoded.counts}. Check the text, "
+            f"{name} must have at least one usable pair; got {encoded.counts}. Check the text, "
             "or raise data.source_row_length and data.target_row_length."
         )
     return encoded

@@ -51,6 +51,16 @@ class Options:
     sampling: Sampling | None = None
     seed: int = 0
 
+    def __post_init__(self):
+        """Raise ValueError for numbers of another type or out of range."""
+        least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number; got {value!r}.")
+            if value < minimum:
+                raise ValueError(f"{name} must be at least {minimum}; got {value}.")
+
 
 class BatchRunner:
     """Runs a model, or an ensemble of several, over sentences of token ids.

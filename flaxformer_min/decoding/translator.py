@@ -74,7 +74,8 @@ class Attention(NamedTuple):
 class Translator:
     """One model, or an ensemble of several, with the tokenizers of both languages.
 
-    All local devices are used. The translation of a line does not depend on the other lines.
+    All local devices are used. The translation of a line does not depend on the other lines; its
+    log-probability does by about 1e-5, because batches of other shapes are rounded otherwise.
     `restored` names the checkpoints that `load` restored.
 
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model of the ten
@@ -110,6 +111,7 @@ class Translator:
         self.decoding = decoding or DecodingConfig()
         self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
         self.restored: list[Restored] = []
+        self._loaded_from: tuple | None = None
         self._attend = jax.jit(partial(self.models[0].apply, mutable=["intermediates"]))
 
     @classmethod
@@ -145,7 +147,17 @@ class Translator:
             min((each.max_positions for each in configs if each.max_positions), default=0),
         )
         translator.restored = restored
+        translator._loaded_from = tuple(folder.path.absolute() for folder in folders), step, model
         return translator
+
+    def __reduce__(self) -> tuple:
+        """Pickle and copy the names of the run folders, which are loaded again."""
+        if self._loaded_from is None:
+            raise TypeError(
+                "only a translator that Translator.load returned can be pickled or copied, by its "
+                "run folders. Pickle the parameters, and make another from them."
+            )
+        return _load, self._loaded_from
 
     def use_params(self, params: Sequence[Any]) -> None:
         """Replace the parameters of the models, keeping the compiled programs."""
@@ -187,7 +199,9 @@ class Translator:
         counted from `first_line`. Raises Stopped between two batches once `stop()`.
         """
         _check_list("lines", lines)
-        _check_list("prefixes", prefixes)
+        if prefixes is not None:
+            _check_list("prefixes", prefixes)
+        self._check_beam(options)
         if prefixes is not None and len(prefixes) != len(lines):
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
@@ -197,6 +211,12 @@ class Translator:
         forced = self._encode_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         nonempty = [number for number, line in enumerate(lines) if line.strip()]
+        for number, prefix in enumerate(prefixes or ()):
+            if prefix and not lines[number].strip():
+                LOGGER.warning(
+                    "line %d is empty, and so is its translation; its prefix is not used.",
+                    first_line + number,
+                )
         by_line = {first_line + number: sources[number] for number in nonempty}
         forced_by_line = {first_line + number: forced[number] for number in nonempty}
         for batch, found in self.runner.search(by_line, forced_by_line, options, stop):
@@ -215,7 +235,12 @@ class Translator:
 
         Longer texts are truncated as by `hypotheses`; `first_line` and `stop` are the same, too.
         """
-        if any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+        if any(
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not all(isinstance(side, str) for side in pair)
+            for pair in pairs
+        ):
             raise ValueError(
                 "pairs must be (source, target) each; got one that is not. For one pair, give "
                 "[(source, target)]."
@@ -268,6 +293,14 @@ class Translator:
             predicted,
             ["<s>", *predicted[:-1]],
         )
+
+    def _check_beam(self, options: Options) -> None:
+        vocab_size = getattr(self.target_tokenizer, "vocab_size", options.beam_size)
+        if options.sampling is None and options.beam_size > vocab_size:
+            raise ValueError(
+                f"beam_size must not exceed the vocabulary of {vocab_size:,}, the number of "
+                f"continuations; got {options.beam_size:,}."
+            )
 
     def _best_text(self, source: list[int]) -> str:
         ((_, found),) = self.runner.search({1: source}, {1: []}, self.options())
@@ -352,6 +385,15 @@ def _with_explicit_attention(model: nn.Module) -> nn.Module:
     return model.clone(config=dataclasses.replace(config, attention="explicit"))
 
 
-def _check_list(name: str, texts: Sequence[str] | None) -> None:
+def _check_list(name: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list of texts; got one text. For one, give [text].")
+    if not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
+        raise ValueError(f"{name} must be a list of texts; got {type(texts).__name__}.")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be texts; {name}[{number}] is {text!r}.")
+
+
+def _load(runs: tuple, step: int | None, model: nn.Module | None) -> Translator:
+    return Translator.load(*runs, step=step, model=model)

@@ -141,14 +141,22 @@ def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> 
     data = config.data
     lengths = data.source_row_length, data.target_row_length
     sampled = split == "train" and data.subword_sampling
-    encoded = encode_pairs(
-        pairs,
-        tokenizers,
-        lengths,
-        cache_folder(data.cache_dir),
-        pairs.fingerprint(),
-        SEGMENTATIONS if sampled else 1,
-    )
+    cache = cache_folder(data.cache_dir)
+    try:
+        encoded = encode_pairs(
+            pairs,
+            tokenizers,
+            lengths,
+            cache,
+            pairs.fingerprint(),
+            SEGMENTATIONS if sampled else 1,
+            f"the {split} split",
+        )
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise OSError(
+            f"encoded text must be written to a cache; in {cache}: {error.strerror}. Choose "
+            "another folder with --data.cache-dir."
+        ) from error
     LOGGER.info("%s: %s.", split, encoded.counts)
     return encoded
 

@@ -72,7 +72,11 @@ def report_start(folder: Any, config: ModelConfig, state: TrainState, epoch: Epo
         f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
     )
     even = epoch.even_row_lengths()
-    if epoch.padding() > MUCH_PADDING and sum(even) > 1.02 * sum(epoch.row_lengths):
+    if (
+        len(epoch) > 1
+        and epoch.padding() > MUCH_PADDING
+        and sum(even) > 1.02 * sum(epoch.row_lengths)
+    ):
         LOGGER.info(
             f"Rows of {even[0]} source and {even[1]} target tokens would suit this text better: "
             f"--data.source-row-length {even[0]} --data.target-row-length {even[1]}"

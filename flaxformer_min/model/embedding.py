@@ -1,8 +1,9 @@
 """Input and output embeddings, and the output projection (section 3.4)."""
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
@@ -28,8 +29,12 @@ class Embedding(nn.Module):
         self.dropout = Dropout(self.config.dropout)
 
     def __call__(self, tokens: Tokens) -> Float[Array, "batch length d_model"]:
-        """Return √d_model times each token's vector plus its positional encoding, with dropout."""
+        """Return √d_model times each token's vector plus its positional encoding, with dropout.
+
+        Raises ValueError for an id outside the vocabulary; inside jit, the nearest one is taken.
+        """
         config = self.config
+        _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
         x += self.positional_encoding(tokens.positions)
         return self.dropout(x.astype(config.dtype))
@@ -37,6 +42,17 @@ class Embedding(nn.Module):
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""
         return project(x, jnp.asarray(self.table, x.dtype).T)
+
+
+def _check_ids(ids: Int[Array, "batch length"], vocab_size: int) -> None:
+    if isinstance(ids, jax.core.Tracer) or not ids.size:
+        return
+    least, greatest = int(ids.min()), int(ids.max())
+    if least < 0 or greatest >= vocab_size:
+        raise ValueError(
+            f"token ids must be from 0 to {vocab_size - 1}, the pieces of the vocabulary; got "
+            f"{least if least < 0 else greatest}."
+        )
 
 
 class OutputProjection(nn.Module):

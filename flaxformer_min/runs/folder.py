@@ -177,6 +177,13 @@ class RunFolder:
                 + f"\nContinue with the settings of the run, `python train.py {file}`, or choose "
                 "another --workdir." + (moved if has_moved else "")
             )
+        newest = max(steps_of(self.checkpoints), default=0)
+        if newest > config.training.steps:
+            raise ValueError(
+                f"training.steps must not be less than the steps already taken; {self.path} is at "
+                f"step {newest:,}, got {config.training.steps:,}. Leave it out, or choose another "
+                "--workdir."
+            )
         if not self._has_checkpoint():  # the text may have changed, too
             names = self._tokenizer_names(config)
             make_tokenizers((self.path / names[0], self.path / names[1]))

@@ -1,11 +1,12 @@
 """Atomic writing of files and folders, and where they are."""
 
 import contextlib
+import glob
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +31,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     path = path.resolve()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {str(path.parent)!r} to write in; create it first.")
+    _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}-*{PARTIAL}"))
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -64,10 +66,7 @@ def folder_atomically(path: Path) -> Iterator[Path]:
     processes left unfinished are removed after a day.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".*{PARTIAL}"):
-        with contextlib.suppress(FileNotFoundError):  # its process has just finished it
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
+    _remove_abandoned(path.parent.glob(f".*{PARTIAL}"))
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
     try:
         yield scratch
@@ -82,6 +81,14 @@ def folder_atomically(path: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_abandoned(partial: Iterable[Path]) -> None:
+    """Remove what killed processes left unfinished a day ago or earlier."""
+    for left in partial:
+        with contextlib.suppress(OSError):  # its process has just finished it, or another's
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def remove_partial(path: Path) -> None:

@@ -7,12 +7,19 @@ import mmap
 import os
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 from flaxformer_min.languages import join_languages, parse_languages
 from flaxformer_min.runtime.files import decode_line
+
+MOST_EXPANSION = 100
+"""Text shrinks to a third or a tenth; a file that becomes this many times larger is a bomb."""
+
+SMALL = 1 << 24
+"""Bytes that may always be decompressed."""
 
 
 class TextCorpus:
@@ -110,7 +117,9 @@ class _Lines:
             status = os.fstat(file.fileno())
             if self.path.suffix == ".gz":
                 try:
-                    self.content = gzip.decompress(file.read())
+                    self.content = _decompress(
+                        file, self.path, max(MOST_EXPANSION * status.st_size, SMALL)
+                    )
                 except (OSError, EOFError, zlib.error) as error:
                     raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
             elif status.st_size:
@@ -149,6 +158,17 @@ class _Lines:
 
     def __setstate__(self, state: dict) -> None:
         self.__init__(state["path"])
+
+
+def _decompress(file: BinaryIO, path: Path, limit: int) -> bytes:
+    with gzip.open(file) as opened:
+        content = opened.read(limit)
+        if opened.read(1):
+            raise ValueError(
+                f"{path} must be compressed text; it becomes more than {MOST_EXPANSION} times as "
+                "large. If it is, decompress it yourself."
+            )
+    return content
 
 
 class _PairOfFiles(Pairs):
