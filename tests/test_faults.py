@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -735,3 +737,29 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_told(monkeypatch):
     monkeypatch.setattr("sacrebleu.metrics.BLEU.__init__", offline)
     with pytest.raises(ValueError, match="downloads a model on first use, which failed"):
         bleu(["a"], ["a"], tokenize="flores200")
+
+
+# Inside another program.
+
+
+@pytest.mark.slow
+def test_threads_share_a_translator(translator):
+    """Each thread gets the translations of its own lines, whoever compiles the program."""
+    lines = [[f"the {color} house has {n} doors" for n in range(5)] for color in ("red", "blue")]
+    options = {"beam_size": 1, "max_extra_tokens": 4}
+    expected = [translator.translate(each, **options) for each in lines]
+    fresh = copy.deepcopy(translator)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda each: fresh.translate(each, **options), lines * 4))
+    assert found == expected * 4
+
+
+def names_of(translator):
+    return [str(translator.restored[0].step), *translator.target_tokenizer.pieces([4, 5])]
+
+
+@pytest.mark.slow
+def test_a_translator_is_sent_to_a_spawned_process(translator):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(names_of, translator).result(timeout=120) == names_of(translator)
