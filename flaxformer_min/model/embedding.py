@@ -47,6 +47,7 @@ class Embedding(nn.Module):
 def _check_ids(ids: Int[Array, "batch length"], vocab_size: int) -> None:
     if isinstance(ids, jax.core.Tracer) or not ids.size:
         return
+    ids = jax.device_get(ids)  # inside jit, arithmetic on a constant is traced, too
     least, greatest = int(ids.min()), int(ids.max())
     if least < 0 or greatest >= vocab_size:
         raise ValueError(
