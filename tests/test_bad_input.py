@@ -1,7 +1,7 @@
-"""What users get wrong, one row each: the sentence they read, or what comes of it all the same.
+"""Users' mistakes, one row each: the error they read, or the result in spite of it.
 
-The settings stand in test_config.py, the command line in test_cli.py, what a user types for
-train.py in test_train.py.
+More settings are in test_config.py, the command line in test_cli.py, that of train.py in
+test_train.py.
 """
 
 import re
@@ -22,7 +22,7 @@ from flaxformer_min.runs.folder import RunFolder
 
 
 def assert_refused(call, error):
-    """One sentence or two, for a person: nothing of it is a traceback's."""
+    """The error is a sentence or two for a person, not a traceback."""
     with pytest.raises(ValueError) as raised:
         call()
     assert re.fullmatch(error, str(raised.value)), str(raised.value)
@@ -50,7 +50,7 @@ CORPORA = [
      r"A tokenizer needs at least one line of text that is neither empty nor longer than 16 kB; "
      r"got none\. Check the text, or split its lines into sentences\."),
     ("a side that is all empty", "a\nb\n", "\n  \n",
-     r"a split must have at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
+     r"the train split must have at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
      r"longer than a row dropped; .*\. Check the text, or raise data.source_row_length and "
      r"data.target_row_length\."),
     ("both sides all empty", "\n\n", "\n\n",
@@ -77,7 +77,7 @@ CORPORA = [
     "source, target, expected", [row[1:] for row in CORPORA], ids=[row[0] for row in CORPORA]
 )
 def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
-    """All the way that train.py goes with it: read, train a tokenizer, encode, pack."""
+    """The stages of train.py: read, train a tokenizer, encode, pack."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for language, content in (("en", source), ("de", target)):
@@ -113,7 +113,7 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
 
 
 def replace(name, content):
-    """Write another file in its place; None: a folder, which nobody can read as a file."""
+    """Replace a file by another one; None: by a folder, which cannot be read as a file."""
 
     def damage(folder):
         path = folder / name
@@ -144,7 +144,7 @@ def spoil_checkpoints(folder):
 
 
 RUNS = [
-    # what is done to a whole run folder, and the error
+    # damage to an intact run folder, and the error
     ("not there", shutil.rmtree, r"a run is a folder; there is none at .*\."),
     ("empty", remove("*"), r".* is not a run: it has no config\.json\. train\.py creates one\."),
     ("foreign", remove("config.json"),
@@ -152,7 +152,7 @@ RUNS = [
     ("of a newer format", replace("config.json", '{"format_version": 99}'),
      r".*config\.json has format 99; this flaxformer_min reads formats up to 1\. Install a newer "
      r"flaxformer_min\."),
-    ("settings cut short", replace("config.json", '{"format_version": 1, "mod'),
+    ("settings truncated", replace("config.json", '{"format_version": 1, "mod'),
      r".*config\.json must be JSON; .*\. Restore it from a backup\."),
     ("settings of another program", replace("config.json", '{"lr": 0.1}'),
      r".*config\.json must have a format_version; it is not a flaxformer_min config\."),
@@ -163,10 +163,10 @@ RUNS = [
     ("settings nested too deep", replace("config.json", '{"a":' * 100_000),
      r".*config\.json must be JSON; .*\. Restore it from a backup\."),
     ("a setting of no range", replace("config.json", '{"format_version": 1, "model": {"d_ff": 0}}'),
-     r"model\.d_ff must be at least 1; got 0\."),
+     r".*config\.json: model\.d_ff must be at least 1; got 0\."),
     ("no tokenizer", remove("tokenizer.model"),
      r".* is incomplete: it has no tokenizer\.model\. Restore it from a backup\."),
-    ("a tokenizer cut short", replace("tokenizer.model", b"\x0a\x0e"),
+    ("a tokenizer truncated", replace("tokenizer.model", b"\x0a\x0e"),
      r".*tokenizer\.model must be a SentencePiece model, .* Is it another file, or truncated\?"),
     ("a tokenizer that cannot be read", replace("tokenizer.model", None),
      r"A tokenizer must be a readable file; .*tokenizer\.model: Is a directory\."),
@@ -177,22 +177,22 @@ RUNS = [
      r".* holds no checkpoint yet\. Train it until it has saved\."),
     ("checkpoints are a file", replace("checkpoints", b"x"),
      r".* holds no checkpoint yet\. Train it until it has saved\."),
-    ("no whole checkpoint", spoil_checkpoints,
+    ("no intact checkpoint", spoil_checkpoints,
      r"no checkpoint in .*checkpoints is intact\. Restore one from a backup\."),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    return make_tiny_run(tmp_path_factory.mktemp("runs") / "whole")
+def intact_run(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("runs") / "intact")
 
 
 @pytest.mark.usefixtures("failed_transfers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage, error", [row[1:] for row in RUNS], ids=[row[0] for row in RUNS])
-def test_a_run_folder_that_is_not_whole_is_refused(whole_run, tmp_path, caplog, damage, error):
-    folder = shutil.copytree(whole_run, tmp_path / "run")
-    Translator.load(folder)  # until now it is
+def test_a_damaged_run_folder_is_refused(intact_run, tmp_path, caplog, damage, error):
+    folder = shutil.copytree(intact_run, tmp_path / "run")
+    Translator.load(folder)  # it is intact until now
     assert caplog.messages == []
     damage(folder)
     assert_refused(lambda: Translator.load(folder).translate(["the red house"]), error)
@@ -206,7 +206,7 @@ TOKENIZERS = [
     # the file's content, or options of SentencePiece to make it with, and the error
     ("empty", b"", r".* must be a SentencePiece model, .* Is it another file, or truncated\?"),
     ("text", b"hello\n", r".* must be a SentencePiece model, .*"),
-    ("cut short", GOLDEN_TOKENIZER[:2_000], r".* must be a SentencePiece model, .*"),
+    ("truncated", GOLDEN_TOKENIZER[:2_000], r".* must be a SentencePiece model, .*"),
     ("zeros", bytes(2_000), r".* must be a SentencePiece model, .*"),
     ("other special ids", dict(byte_fallback=True),
      r".* must have the ids PAD=0, UNK=1, BOS=2, EOS=3; it has PAD=-1, UNK=0, BOS=1, EOS=2\. Train "
@@ -263,5 +263,5 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("group, settings, error", SETTINGS, ids=[str(row[1]) for row in SETTINGS])
-def test_a_setting_that_cannot_be_is_refused(group, settings, error):
+def test_an_impossible_setting_is_refused(group, settings, error):
     assert_refused(lambda: group(**settings), re.escape(error))
