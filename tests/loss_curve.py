@@ -1,6 +1,6 @@
-"""Train a tiny model on some devices and tell what it went through.
+"""Train a tiny model on a given number of devices, and return its losses.
 
-As a script it has as many virtual CPU devices as it is asked for:
+As a script it creates as many virtual CPU devices:
 python tests/loss_curve.py DEVICES ACCUMULATION STEPS
 """
 

@@ -1,4 +1,4 @@
-"""benchmarks/ablations.py: rows that are what they say, runs that go on, numbers that add up."""
+"""benchmarks/ablations.py: the rows' settings, resumed runs, and the numbers of the table."""
 
 import json
 import os
@@ -76,13 +76,13 @@ def test_a_benchmark_that_is_started_again_trains_what_is_not_finished(folder):
     """Rows with equal settings share their runs."""
     assert start(folder) == 0
     assert starts(folder) == {"base-0": 1, "base-1": 1, "post-norm-0": 1}
-    (folder / "base-1.json").unlink()  # as if it had been cut
+    (folder / "base-1.json").unlink()  # as if it had been interrupted
     assert start(folder) == 0
     assert starts(folder) == {"base-0": 1, "base-1": 2, "post-norm-0": 1}
 
 
 def test_runs_of_other_options_are_refused_in_the_same_folder(folder):
-    """They would go on with what was finished, or be taken for it."""
+    """They would continue finished runs, or be reported as these."""
     assert start(folder) == 0
     for other in (["--steps", "5"], ["--training.warmup-steps", "7"]):
         with pytest.raises(SystemExit, match="training.steps 4 .*Choose another --folder"):

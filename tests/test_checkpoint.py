@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back bit for bit, or not at all."""
+"""Checkpoints are restored bit for bit, or not at all."""
 
 import hashlib
 import json
@@ -39,13 +39,13 @@ def save(folder, *steps, keep=5, losses=()):
 
 @pytest.fixture
 def warnings(caplog):
-    """Called for what the package has warned of since the last call; Orbax logs, too."""
+    """A function that returns the package's warnings since its last call; Orbax logs, too."""
 
     def read():
-        told = [each for each in caplog.records if each.name == "flaxformer_min"]
+        found = [each for each in caplog.records if each.name == "flaxformer_min"]
         caplog.clear()
-        assert all(each.levelno == logging.WARNING for each in told)
-        return [each.getMessage() for each in told]
+        assert all(each.levelno == logging.WARNING for each in found)
+        return [each.getMessage() for each in found]
 
     return read
 
@@ -58,8 +58,10 @@ def restore(folder):
         checkpoints.close()
 
 
-def test_what_is_saved_is_what_was_given_though_its_owner_goes_on_counting(tmp_path, monkeypatch):
-    """Orbax writes the description later, in a thread of its own."""
+def test_a_description_is_saved_as_it_was_given_though_its_owner_keeps_counting(
+    tmp_path, monkeypatch
+):
+    """Orbax writes it later, in a thread of its own."""
     checkpoints = Checkpoints(tmp_path, 5)
     given, meta = [], {"progress": {"window": {"loss": 1.0}}}
     monkeypatch.setattr(checkpoints._manager, "save", lambda step, args, force: given.append(args))
@@ -96,7 +98,7 @@ def copy(saved, tmp_path):
     return tmp_path / "run" / "checkpoints"
 
 
-def test_the_newest_checkpoint_comes_back_bit_for_bit(saved, warnings):
+def test_the_newest_checkpoint_is_restored_bit_for_bit(saved, warnings):
     step, state, meta = restore(saved)
     assert (step, warnings()) == (20, [])
     assert_equal(state, 20)
@@ -104,12 +106,12 @@ def test_the_newest_checkpoint_comes_back_bit_for_bit(saved, warnings):
     assert (meta["step"], meta["metric"]) == (20, ["validation_loss", 2.0])
 
 
-def test_a_run_without_checkpoints_begins_anew(tmp_path, warnings):
+def test_a_run_without_checkpoints_starts_from_the_beginning(tmp_path, warnings):
     assert restore(tmp_path / "checkpoints") is None
     assert warnings() == []
 
 
-def test_parameters_come_back_alone(saved, warnings):
+def test_parameters_can_be_restored_alone(saved, warnings):
     step, params = restore_params(saved)
     assert step == 20
     assert_kernel(params, 20)
@@ -149,34 +151,34 @@ def test_any_file_of_the_newest_that_is_lost_falls_back_to_the_one_before(copy, 
         (folder / "20" / name).unlink()
         step, state, _ = restore(folder)
         assert_equal(state, step)
-        told = warnings()
+        warned = warnings()
         if step == 20:
             continue  # Orbax keeps some things twice
         fell_back += 1
-        assert (step, len(told)) == (10, 1)
-        assert "checkpoint 20" in told[0] and "is damaged" in told[0]
+        assert (step, len(warned)) == (10, 1)
+        assert "checkpoint 20" in warned[0] and "is damaged" in warned[0]
         assert (folder.parent / "damaged" / "20").is_dir()
         assert not (folder / "20").exists()
     assert fell_back >= 3, names
 
 
 def corrupt(path, kind, rng):
-    """Damage one file, in one of the ways disks and people do."""
+    """Damage one file as disks and people do."""
     content = path.read_bytes()
-    place = rng.randrange(len(content) + 1)
+    index = rng.randrange(len(content) + 1)
     match kind:
         case "truncate":
-            path.write_bytes(content[:place])
+            path.write_bytes(content[:index])
         case "flip" if content:
             flipped = bytearray(content)
-            flipped[place - 1] ^= 1 << rng.randrange(8)
+            flipped[index - 1] ^= 1 << rng.randrange(8)
             path.write_bytes(flipped)
         case "delete":
             path.unlink()
         case "garbage":
             path.write_bytes(rng.randbytes(len(content)))
         case "zeros":
-            path.write_bytes(content[:place] + bytes(len(content) - place))
+            path.write_bytes(content[:index] + bytes(len(content) - index))
         case _:
             path.write_bytes(b"")
 
@@ -201,8 +203,8 @@ def check_restored(folder, warnings):
     except ValueError as error:
         assert re.search("no checkpoint in .* is intact; tried 20, 10", str(error))
         trained = None
-    for found, told in ((step, of_params), (trained, warnings())):
-        names = {text.split()[1] for text in told}
+    for found, warned in ((step, of_params), (trained, warnings())):
+        names = {text.split()[1] for text in warned}
         assert ("20" in names) == (found != 20) and ("10" in names or found is not None)
     return trained
 
@@ -220,7 +222,7 @@ def test_a_corrupted_array_never_becomes_parameters(copy, kind, warnings):
 
 @pytest.mark.slow
 def test_two_hundred_corruptions_never_become_parameters(saved, tmp_path, warnings):
-    """Any file of the newest checkpoint, Orbax's metadata and ours; in each fifth case of both."""
+    """Of any file of the newest checkpoint, Orbax's metadata and ours; every fifth time of both."""
     rng, fell_back, lost = random.Random(0), 0, 0
     for number in range(200):
         folder = tmp_path / str(number) / "checkpoints"
@@ -235,7 +237,7 @@ def test_two_hundred_corruptions_never_become_parameters(saved, tmp_path, warnin
     assert fell_back > 20 and lost > 0
 
 
-def test_a_description_that_was_changed_is_noticed(copy, warnings):
+def test_a_changed_description_is_detected(copy, warnings):
     meta = next((copy / "20" / "meta").glob("*"))
     content = json.loads(meta.read_text())
     content["batches"]["batch"] += 1
@@ -255,21 +257,21 @@ def test_nothing_intact_is_an_error_and_never_a_fresh_start(copy):
         restore_params(copy)
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_the_others(copy):
+def test_a_damaged_checkpoint_that_was_requested_is_an_error_that_lists_the_others(copy):
     for path in data_files(copy / "20"):
         path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"of step 20 in .* is damaged. There are others of st"):
         restore_params(copy, 20)
 
 
-def test_an_empty_folder_named_like_a_step_is_not_taken_for_one(copy, warnings):
+def test_an_empty_folder_with_the_name_of_a_step_is_not_a_checkpoint(copy, warnings):
     (copy / "30").mkdir()
     step, state, _ = restore(copy)
     assert step == 20
     assert len(warnings()) == 1
 
 
-def test_training_goes_on_saving_after_a_damaged_checkpoint(copy, warnings):
+def test_training_saves_again_after_a_damaged_checkpoint(copy, warnings):
     """The damaged step is saved again, and is then the newest."""
     next((copy / "20" / "meta").glob("*")).write_text("{}")
     checkpoints = Checkpoints(copy, 5)

@@ -243,7 +243,7 @@ def test_locales_with_too_little_in_common_are_an_error(small, monkeypatch):
 
 
 def test_the_prepared_set_holds_the_phrases_in_their_order(small, tmp_path, capfd):
-    """So that a sentence's kind is known by its number; and preparing does not chatter."""
+    """So that its number identifies a phrase's kind; and preparing prints nothing."""
     for split, size in cldr.SIZES.items():
         pairs = read_pairs("cldr:en-ko", split, cache_dir=str(tmp_path))
         assert len(pairs) == size

@@ -1,4 +1,4 @@
-"""Settings: what is refused and in which words, and the way to JSON and back."""
+"""Settings: which are refused and in which words, and the round trip through JSON."""
 
 import ast
 import dataclasses
@@ -70,8 +70,8 @@ SPECIAL = {("model", "attention"): FUSED, ("model", "max_positions"): LEARNED}
     [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED],
     ids=["defaults", "others", "fused", "learned"],
 )
-def test_a_config_goes_to_json_and_back(config):
-    """A run folder says how it was made; nothing is lost, also where no setting is the default."""
+def test_a_config_survives_the_round_trip_through_json(config):
+    """Nothing is lost, even if no setting has its default."""
     assert Config.from_json(config.to_json()) == config
     content = json.loads(config.to_json())
     assert content.pop("format_version") == FORMAT_VERSION
@@ -79,7 +79,7 @@ def test_a_config_goes_to_json_and_back(config):
 
 
 def test_the_other_config_differs_in_every_setting():
-    """Else the round trip would not have tested it."""
+    """Otherwise the round trip would not test it."""
     for group in dataclasses.fields(Config):
         for field in dataclasses.fields(group.type):
             given = _otherwise(group.name, field.name)
@@ -205,7 +205,7 @@ REFUSED = [  # and the table of test_bad_input.py
     "group, settings, error", REFUSED, ids=[str(settings) for _, settings, _ in REFUSED]
 )
 def test_a_wrong_setting_is_refused_with_the_rule_and_what_was_found(group, settings, error):
-    """At the edge, so that no shape error has to tell it later."""
+    """Immediately, not by a shape error later."""
     with pytest.raises(ValueError) as raised:
         group(**settings)
     assert str(raised.value) == error
@@ -260,7 +260,7 @@ BROKEN_FILES = [
     ),
     (
         '{"format_version": 1, "model": {"d_ff": null}}',
-        "model.d_ff must be a whole number; got None.",
+        "run/config.json: model.d_ff must be a whole number; got None.",
     ),
 ]
 
@@ -316,7 +316,7 @@ decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.ba
 """
 
 
-def test_of_every_setting_it_is_said_whether_it_may_change():
+def test_the_lists_below_name_every_setting():
     settings = [
         f"{group.name}.{field.name}"
         for group in dataclasses.fields(Config)
@@ -337,7 +337,7 @@ def test_only_what_does_not_touch_data_or_learning_may_change(settings, lines):
 
 
 def _otherwise(group, name):
-    """What a setting is where it is not its default."""
+    """A value of a setting that is not its default."""
     config = SPECIAL.get((group, name), EVERYTHING_OTHERWISE)
     return getattr(getattr(config, group), name)
 
@@ -353,7 +353,7 @@ def _with_other(group, name):
 
 
 def test_every_setting_says_what_it_is_for():
-    """`--help` shows these texts: a setting without one is a riddle."""
+    """`--help` shows these texts."""
     module = ast.parse(Path(inspect.getfile(Config)).read_text())
     bodies = {each.name: each.body for each in module.body if isinstance(each, ast.ClassDef)}
     for group in dataclasses.fields(Config):

@@ -105,7 +105,7 @@ def test_the_papers_recipes_follow_the_paper(name, numbers):
 
 
 @pytest.mark.parametrize("name", SECONDS_A_STEP)
-def test_the_papers_recipes_have_what_the_paper_tells_of_their_numbers(name):
+def test_the_papers_recipes_have_the_papers_other_numbers(name):
     """Tokens a batch (5.1), d_k = d_v (table 3), checkpoints every 10 minutes (6.1).
 
     Packed rows are full to a few per cent.
@@ -124,7 +124,7 @@ def test_the_docstrings_of_the_papers_recipes_count_right(name):
     """From the parameters that the model has, and 25,000 tokens a side.
 
     Reading a token takes 2 FLOP for each parameter, learning from it 4 more. An attention of
-    `places` keys takes as much for scores and sums as 2 · places · d_model parameters would.
+    n keys takes as much for scores and sums as 2 · n · d_model parameters would.
     """
     module = load(name)
     config, text, tokens = module["config"], module["__doc__"], 25_000
@@ -179,8 +179,10 @@ def small_wmt14(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_papers_base_model_goes_the_whole_way_on_a_small_set_of_the_same_features(small_wmt14):
-    """Tokenizer on a bounded sample, a step, a save; and what is restored of it translates.
+def test_the_papers_base_model_is_trained_and_scored_on_a_small_set_of_the_same_features(
+    small_wmt14,
+):
+    """Tokenizer on a bounded sample, a step, a save; then the restored model translates.
 
     Another process, with one device: the state of 44 M parameters takes half a gigabyte.
     """
@@ -231,7 +233,7 @@ def test_answers_in_korean_are_scored_as_korean():
 
 
 @pytest.mark.parametrize("content", [None, b"", b"question,answer\n1,2\n", b"Q,A\n\xea\xb0,1\n"])
-def test_what_is_no_chatbot_table_is_a_sentence(tmp_path, content):
+def test_another_file_than_the_chatbot_table_is_an_error(tmp_path, content):
     table = tmp_path / "table.csv"
     if content is not None:
         table.write_bytes(content)

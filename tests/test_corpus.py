@@ -56,9 +56,9 @@ def test_pairs_are_read_by_number_and_in_order(corpus):
     assert [pairs[i] for i in range(4)] == list(pairs) == PAIRS
     assert pairs[-1] == PAIRS[3]
     assert pairs[1:3] == PAIRS[1:3] and pairs[::-2] == PAIRS[::-2] and pairs[4:] == []
-    for place in (4, -5):
+    for index in (4, -5):
         with pytest.raises(IndexError):
-            pairs[place]
+            pairs[index]
 
 
 def test_pairs_are_pickled_without_their_content(corpus):
@@ -236,7 +236,7 @@ def test_a_broken_gzip_file_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_fingerprint_changes_when_the_data_does(tmp_path):
-    """And only then: neither with the time of a file, nor with its place."""
+    """And only then: not with the time of a file, nor with its folder."""
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, val__en="a", val__de="b")
     first = fingerprint(corpus, "train", "en-de")
     assert first == fingerprint(corpus, "train", "en-de") and len(first) == 16
@@ -370,7 +370,7 @@ def test_a_prepared_set_is_found_without_the_class_that_made_it(prepared):
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_fingerprint_is_of_the_text_that_is_read(tmp_path, ending):
-    """Not of another that took its place since, or that would be known by what this one is."""
+    """Not of a file that has replaced it since."""
     pack = gzip.compress if ending else bytes
     for language in ("en", "de"):
         (tmp_path / f"train.{language}{ending}").write_bytes(pack(b"old\n"))

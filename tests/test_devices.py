@@ -1,4 +1,4 @@
-"""The machine: what it is said to be, and where compiled programs go."""
+"""The machine: its devices, its memory, and the cache of compiled programs."""
 
 import os
 import subprocess
@@ -31,11 +31,11 @@ def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
     assert "nvidia" not in devices.describe_devices()
 
 
-def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, tmp_path):
+def test_compiled_programs_are_cached_unless_the_user_chose_a_folder(monkeypatch, tmp_path):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     devices.enable_compilation_cache(tmp_path)
-    assert updates == {}, "the tests have a place of their own"
+    assert updates == {}, "the tests have a cache of their own"
     monkeypatch.setattr(devices, "jax", type("jax", (), {"config": Config(updates)}))
     devices.enable_compilation_cache(tmp_path)
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
@@ -50,10 +50,8 @@ def test_compiled_programs_are_kept_unless_the_user_chose_a_place(monkeypatch, t
         pytest.param({"JAX_COMPILATION_CACHE_DIR": "theirs"}, "theirs", marks=pytest.mark.slow),
     ],
 )
-def test_the_variables_of_jax_say_whether_and_where_compiled_programs_are_kept(
-    tmp_path, chosen, kept_in
-):
-    """As the README tells it; no option of ours is needed."""
+def test_the_variables_of_jax_choose_the_cache_of_compiled_programs(tmp_path, chosen, kept_in):
+    """No option of ours is needed."""
     script = (
         "import jax, pathlib; from flaxformer_min.runtime.devices import enable_compilation_cache;"
         "enable_compilation_cache(pathlib.Path('ours'));"
@@ -99,7 +97,7 @@ def test_devices_that_the_user_chose_stay(monkeypatch, chosen):
 
 
 def chosen_in_this_process(monkeypatch, chosen, cores):
-    """What is set in jax's config, where the environment holds only what was `chosen`."""
+    """What `configure_cpu_devices` sets in jax's config, if the environment holds `chosen`."""
     for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     for name, text in chosen.items():

@@ -1,4 +1,4 @@
-"""Dropout: the share that it drops, what it leaves alone, and where in the figure it acts."""
+"""Dropout: the share that is dropped, and where in the figure it is applied."""
 
 import math
 
@@ -25,7 +25,7 @@ draw = jax.jit(keep_mask, static_argnums=(1, 2))
 @pytest.mark.parametrize(
     "rate, realised", [(0.1, 26 / 256), (0.3, 77 / 256), (0.5, 128 / 256), (0.999, 255 / 256)]
 )
-def test_dropout_drops_the_share_it_says(rate, realised):
+def test_dropout_drops_the_realised_share(rate, realised):
     """Section 5.4: P_drop in steps of 1/256; five standard deviations of the binomial apart."""
     dropped = 1 - np.asarray(draw(jax.random.key(1), rate, SHAPE)).mean()
     assert realised_rate(rate) == realised
@@ -33,7 +33,7 @@ def test_dropout_drops_the_share_it_says(rate, realised):
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.999])
-def test_what_is_kept_is_scaled_up_so_that_the_mean_stays(rate):
+def test_kept_values_are_scaled_up_so_that_the_mean_stays(rate):
     """Srivastava et al. 2014: kept values are divided by the share that is kept."""
     layer = jax.jit(lambda x, key: Dropout(rate).apply({}, x, rngs={"dropout": key}))
     x = np.random.default_rng(0).uniform(1, 2, SHAPE).astype(np.float32)
@@ -52,14 +52,14 @@ def test_neighbours_are_dropped_independently(distance):
 
 
 def test_another_key_drops_other_values():
-    """Two keys agree about as often as two coins do: 0.5, for rate 0.5."""
+    """At rate 0.5, two keys agree on half of the values."""
     first, again, other = (np.asarray(draw(jax.random.key(seed), 0.5, SHAPE)) for seed in (4, 4, 5))
     assert_array_equal(first, again)
     assert abs((first == other).mean() - 0.5) < 5 * math.sqrt(0.25 / SIZE)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (5, 1, 1), (0, 4)])
-def test_a_mask_has_the_shape_that_was_asked_for(shape):
+def test_a_mask_has_the_requested_shape(shape):
     """Words hold four bytes, and no shape needs to be a multiple of four."""
     assert keep_mask(jax.random.key(0), 0.5, shape).shape == shape
 
@@ -132,8 +132,8 @@ def test_feed_forward_dropout_is_behind_the_relu():
     assert_array_equal(FeedForward(config).apply(params, x), x)
 
 
-def test_attention_dropout_is_on_the_weights_and_the_weights_shown_are_whole():
-    """Not in the paper: all queries look at 64 places alike, and gather one-hot values."""
+def test_attention_dropout_is_applied_to_the_weights_but_not_to_those_recorded():
+    """Not in the paper: all queries attend to 64 positions equally, and gather one-hot values."""
     module = MultiHeadAttention(ModelConfig(d_model=64, num_heads=1, attention_dropout=0.3))
     nothing = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
     through = {"kernel": jnp.eye(64), "bias": jnp.zeros(64)}

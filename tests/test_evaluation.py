@@ -1,4 +1,4 @@
-"""The scores against hand arithmetic, and their signatures and errors against what a user reads."""
+"""Scores against hand arithmetic, their signatures, and errors."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def test_bleu_is_the_geometric_mean_of_four_precisions():
     assert value == pytest.approx(100 * (5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25)
 
 
-def test_bleu_pays_for_what_was_left_out():
+def test_bleu_has_a_brevity_penalty():
     """All n-grams are right, and four words of six cost exp(1 - 6/4)."""
     value = bleu(["a cat sat on"], ["a cat sat on the mat"]).value
     assert value == pytest.approx(100 * math.exp(1 - 6 / 4))
@@ -97,7 +97,7 @@ def test_an_unknown_tokenizer_is_answered_with_the_known_ones():
         bleu(["a"], ["a"], tokenize="moses")
 
 
-def test_a_tokenizer_without_its_packages_says_what_to_install(monkeypatch):
+def test_a_tokenizer_without_its_packages_is_an_error_with_what_to_install(monkeypatch):
     from sacrebleu.tokenizers import tokenizer_ko_mecab
 
     monkeypatch.setattr(tokenizer_ko_mecab, "MeCab", None)
@@ -126,6 +126,6 @@ def test_an_evaluation_brings_all_together_for_people_and_programs():
     assert result.chrf == chrf(hypotheses, references, lowercase=True)
     assert result.lines()[2] == "exact match = 50.0 % of 2 sentences"
     assert [line.split("|")[0] for line in result.lines()[:2]] == ["BLEU", "chrF2"]
-    told = json.loads(json.dumps(result.to_dict()))
-    assert told["bleu"] == {"value": 100.0, "signature": result.bleu.signature}
-    assert (told["exact_match"], told["sentences"]) == (0.5, 2)
+    content = json.loads(json.dumps(result.to_dict()))
+    assert content["bleu"] == {"value": 100.0, "signature": result.bleu.signature}
+    assert (content["exact_match"], content["sentences"]) == (0.5, 2)

@@ -1,4 +1,4 @@
-"""benchmarks/multi30k.sh: the text that the last runs learn from, and what is not done twice."""
+"""benchmarks/multi30k.sh: the text that the last runs are trained on, and what is not repeated."""
 
 import gzip
 import os
@@ -22,7 +22,7 @@ if [ "$1" = translate ]; then sed "s/^/${2##*/} /" "$4" > "$6"; fi
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """The script, with commands that say how they were called and translate by adding a word."""
+    """The script, with commands that log their arguments and translate by adding a word."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"python": PYTHON, "flaxformer-min": TRANSLATOR}.items():
@@ -53,7 +53,7 @@ def write_text(folder, open_=open, end=""):
 
 
 @pytest.mark.parametrize("open_, end", [(open, ""), (gzip.open, ".gz")])
-def test_the_last_runs_learn_from_the_text_and_both_translations(tmp_path, start, open_, end):
+def test_the_last_runs_are_trained_on_the_text_and_both_translations(tmp_path, start, open_, end):
     write_text(tmp_path / "m30k", open_, end)
     calls = start("m30k", "runs", "3", "4")
     text = tmp_path / "runs" / "text"
@@ -78,8 +78,8 @@ def test_the_last_runs_learn_from_the_text_and_both_translations(tmp_path, start
     assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --lowercase"
 
 
-def test_what_was_translated_or_written_is_not_again(tmp_path, start):
-    """The text keeps its time, by which what was encoded of it is known."""
+def test_nothing_is_translated_or_written_twice(tmp_path, start):
+    """The text keeps its time of change."""
     write_text(tmp_path / "m30k")
     first = start("m30k", "runs")
     written = (tmp_path / "runs" / "text" / "train.de").stat().st_mtime_ns
@@ -99,7 +99,7 @@ def test_another_direction_and_options_reach_every_training(tmp_path, start):
     assert "sampled train de 2" in (tmp_path / "runs" / "text" / "train.en").read_text()
 
 
-def test_without_folders_it_says_what_it_wants(start):
+def test_without_folders_it_prints_its_usage(start):
     with pytest.raises(subprocess.CalledProcessError) as failed:
         start()
     assert failed.value.returncode == 2

@@ -1,4 +1,4 @@
-"""A run folder from anywhere can be opened: nothing in it is executed or unpickled."""
+"""A run folder of any origin can be opened: nothing in it is executed or unpickled."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ FILES += ["lock", "tensorboard/events.out.tfevents.1.host", "__init__.py", "site
 
 
 class Planted:
-    """Whoever unpickles this makes a folder."""
+    """Unpickling this makes a folder."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -53,13 +53,13 @@ def planted(marker, tmp_path_factory):
     executors = [pickle.loads, pickle.loads, lambda _: np.load(array, allow_pickle=True), exec]
     for content, execute in zip(contents.values(), executors, strict=True):
         execute(content)
-        marker.rmdir()  # which was there
+        marker.rmdir()  # fails unless the content was executed
     return contents
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """What the untouched folder holds, and what training would restore it into."""
+def intact():
+    """The parameters of the original folder, and the state that training restores."""
     run = RunFolder(GOLDEN)
     model = Transformer(run.model_config())
     return run.params().params, init_state(model, run.config()).to_dict()
@@ -70,7 +70,7 @@ def open_to_translate(folder):
 
 
 def open_to_train(like, folder):
-    """What train.py does with a folder before its first step."""
+    """Open a folder as train.py does before its first step."""
     with RunFolder(folder).locked() as run:
         run.begin(run.config(), lambda paths: pytest.fail("the run has its tokenizer"))
         checkpoints = run.open_checkpoints(run.config())
@@ -83,7 +83,7 @@ def open_to_train(like, folder):
 
 
 def assert_unharmed(folder, params, marker, opened):
-    """It is an error of ours, or what the untouched folder holds."""
+    """Opening is an error of ours, or gives the parameters of the original folder."""
     try:
         found = opened()
     except ValueError as error:
@@ -112,9 +112,9 @@ slow = pytest.mark.slow
         pytest.param("Python", "to translate", marks=slow),
     ],
 )
-def test_nothing_planted_in_any_file_executes(tmp_path, planted, whole, marker, kind, opened):
+def test_nothing_planted_in_any_file_executes(tmp_path, planted, intact, marker, kind, opened):
     """In one file after the other."""
-    params, like = whole
+    params, like = intact
     open_ = {"to translate": open_to_translate, "to train": functools.partial(open_to_train, like)}
     for number, name in enumerate(FILES):
         folder = plant(planted[kind], [name], tmp_path / str(number))
@@ -122,9 +122,9 @@ def test_nothing_planted_in_any_file_executes(tmp_path, planted, whole, marker, 
 
 
 @pytest.mark.parametrize("kept", [(), ("config.json", "tokenizer.model")])
-def test_nothing_planted_in_all_files_executes(tmp_path, planted, whole, marker, kept):
+def test_nothing_planted_in_all_files_executes(tmp_path, planted, intact, marker, kept):
     """Also with settings and vocabulary as they were, so that the checkpoint is read at all."""
-    params, like = whole
+    params, like = intact
     for kind, content in planted.items():
         folder = plant(content, set(FILES) - set(kept), tmp_path / kind)
         for opened in (open_to_translate, functools.partial(open_to_train, like)):

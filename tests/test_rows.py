@@ -1,4 +1,4 @@
-"""Rows: what is read is delivered, once an epoch, wherever one cuts."""
+"""Batches: every pair is delivered once an epoch, across any interruption."""
 
 import contextlib
 import dataclasses
@@ -52,10 +52,10 @@ def sentences(batch, side):
     found = []
     for row in range(len(ids)):
         for segment in range(1, segments[row].max() + 1):
-            places = segments[row] == segment
-            assert positions[row][places].tolist() == list(range(places.sum()))
-            assert ids[row][places][-1] == EOS
-            found.append("".join(map(chr, ids[row][places][:-1])))
+            own = segments[row] == segment
+            assert positions[row][own].tolist() == list(range(own.sum()))
+            assert ids[row][own][-1] == EOS
+            found.append("".join(map(chr, ids[row][own][:-1])))
     return found
 
 
@@ -93,7 +93,7 @@ def test_a_split_without_a_usable_pair_is_an_error(tmp_path):
 
 def test_encoded_pairs_are_read_back_from_the_cache(encoded, tmp_path):
     first = encode([("ab", "u"), ("c", "vw")], tmp_path)
-    again = encode([], tmp_path)  # the name says that it is the same text
+    again = encode([], tmp_path)  # the fingerprint is that of the same text
     assert np.array_equal(first.source.ids, again.source.ids)
     assert len(list((tmp_path / "encoded").iterdir())) == 1
     assert len(encode([("abc", "u")], tmp_path, "another text")) == 1
@@ -105,7 +105,7 @@ PAIRS = [("a" * (1 + i % 5), "u" * (1 + i % 7)) for i in range(60)]
 @pytest.mark.parametrize("name", ["about.json", "source.bin", "target_lengths.npy", "packing"])
 @pytest.mark.parametrize("damage", [lambda file: file.write_bytes(file.read_bytes()[:-4]),
                                     lambda file: file.write_bytes(b""), os.unlink])  # fmt: skip
-def test_what_is_damaged_in_the_cache_is_made_again(tmp_path, name, damage):
+def test_a_damaged_file_in_the_cache_is_made_again(tmp_path, name, damage):
     fresh = encode(PAIRS, tmp_path)
     plan, ids = fresh.packing(ROWS).plan(), np.array(fresh.source.ids)
     (file,) = fresh.folder.glob(f"{name}*")
@@ -116,7 +116,7 @@ def test_what_is_damaged_in_the_cache_is_made_again(tmp_path, name, damage):
     assert encode([], tmp_path).digest == fresh.digest, "and kept"
 
 
-def test_what_is_kept_may_be_read_by_whoever_may_read_new_files(tmp_path):
+def test_the_cache_has_the_permissions_of_new_files(tmp_path):
     before = os.umask(0o027)
     try:
         folder = encode(PAIRS, tmp_path).folder
@@ -126,7 +126,7 @@ def test_what_is_kept_may_be_read_by_whoever_may_read_new_files(tmp_path):
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o640}
 
 
-def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path):
+def test_the_leftovers_of_a_killed_process_are_removed_after_a_day(tmp_path):
     old, new = (tmp_path / "encoded" / f".{name}{PARTIAL}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
@@ -135,15 +135,15 @@ def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_the_same_text_has_the_same_digest_wherever_it_lies(tmp_path):
+def test_the_same_text_has_the_same_digest_in_any_folder(tmp_path):
     one, same, other = (
-        encode(pairs, tmp_path / place, place)
-        for place, pairs in (("here", PAIRS), ("there", PAIRS), ("other", PAIRS[1:]))
+        encode(pairs, tmp_path / name, name)
+        for name, pairs in (("here", PAIRS), ("there", PAIRS), ("other", PAIRS[1:]))
     )
     assert one.digest == same.digest != other.digest
     state = TrainingBatches(one, ROWS, 8, seed=1).get_state()
-    told = [TrainingBatches(e, ROWS, 8, seed=1).is_of_other_text(state) for e in (same, other)]
-    assert told == [False, True]
+    found = [TrainingBatches(e, ROWS, 8, seed=1).is_of_other_text(state) for e in (same, other)]
+    assert found == [False, True]
     assert not TrainingBatches(other, ROWS, 8, seed=1).is_of_other_text({"epoch": 1, "batch": 2})
 
 
@@ -159,7 +159,7 @@ def test_no_row_is_overfull_and_no_pair_is_lost_in_packing(seed):
         assert target[plan.pairs[first:last]].sum() <= ROWS[1]
 
 
-def test_a_packing_is_found_once_for_each_row_and_kept(tmp_path, monkeypatch):
+def test_a_packing_is_computed_once_for_each_row_length_and_cached(tmp_path, monkeypatch):
     first = single_pass(encode(PAIRS, tmp_path), ROWS, 8)
     planned = TrainingBatches(encode(PAIRS, tmp_path), ROWS, 8, seed=1).epoch(1)
     other = single_pass(encode(PAIRS, tmp_path), (16, 16), 8)
@@ -202,11 +202,11 @@ def test_orders_differ_by_epoch_and_seed_and_repeat_for_the_same(encoded):
     assert not equal(one.epoch(0)[0], other.epoch(0)[0])
 
 
-@pytest.mark.parametrize("cut", [0, 1, 4, 9, 23])
-def test_an_iterator_goes_on_exactly_where_another_stood(encoded, cut):
-    """Also over the end of an epoch: 101 pairs make about 5 batches."""
+@pytest.mark.parametrize("position", [0, 1, 4, 9, 23])
+def test_an_iterator_continues_exactly_at_the_position_of_another(encoded, position):
+    """Also across the end of an epoch: 101 pairs make about 5 batches."""
     uncut, resumed = (TrainingBatches(encoded[0], ROWS, 8, seed=5) for _ in range(2))
-    for _ in range(cut):
+    for _ in range(position):
         next(uncut)
     resumed.set_state(json.loads(json.dumps(uncut.get_state())))
     for _ in range(7):
@@ -231,9 +231,9 @@ def test_processes_share_the_rows_of_each_batch(encoded):
 
 @pytest.mark.parametrize("pairs, rows", [(1, 6), (7, 6), (40, 12)])
 def test_no_process_runs_out_of_batches_before_another(pairs, rows, tmp_path):
-    """Else one would wait in a step for those that have ended. Who has no row left has empty ones.
+    """Otherwise one would wait for ever in a step. A process without rows has empty ones.
 
-    Long pairs stand alone in their row, so that the last batch is not for all.
+    Long pairs fill a row each, so that the last batch has no rows for some processes.
     """
     long = encode([("abcdefghijk", "vwxyzvwxyz")] * pairs, tmp_path)
     for make in (single_pass, lambda *args: TrainingBatches(*args[:3], 0, 0, *args[3:]).epoch(1)):
@@ -262,11 +262,11 @@ def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):
     assert 0 < batches.padding() < 1
 
 
-def test_padding_is_the_share_of_places_without_a_token(encoded):
+def test_padding_is_the_share_of_positions_without_a_token(encoded):
     batches = single_pass(encoded[0], ROWS, 8)
     sides = [side.ids for number in range(len(batches)) for side in batches[number]]
-    places, empty = sum(ids.size for ids in sides), sum((ids == 0).sum() for ids in sides)
-    assert batches.padding() == pytest.approx(empty / places)
+    positions, empty = sum(ids.size for ids in sides), sum((ids == 0).sum() for ids in sides)
+    assert batches.padding() == pytest.approx(empty / positions)
 
 
 def test_the_end_of_a_sentence_is_no_piece_of_its_words(tmp_path):
@@ -332,7 +332,7 @@ def main():
     with StopRequest() as stop:
         print("starts", flush=True)
         next(rows)
-        print("goes on", flush=True)
+        print("continues", flush=True)
         while not stop():
             next(rows)
             time.sleep(0.05)
@@ -363,9 +363,9 @@ def with_workers(encoded, tmp_path):
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moment", [pytest.param("starts", marks=pytest.mark.slow), "goes on"])
-def test_ctrl_c_does_not_end_the_workers_under_the_run(with_workers, moment):
-    """A terminal sends it to all of them; the run is to finish its step and save."""
+@pytest.mark.parametrize("moment", [pytest.param("starts", marks=pytest.mark.slow), "continues"])
+def test_ctrl_c_does_not_end_the_workers(with_workers, moment):
+    """A terminal sends it to all processes; the run must finish its step and save."""
     while with_workers.stdout.readline().strip() != moment:
         pass
     time.sleep(0.5)  # a worker that is starting
@@ -376,7 +376,7 @@ def test_ctrl_c_does_not_end_the_workers_under_the_run(with_workers, moment):
 
 
 def test_the_workers_of_a_killed_run_end(with_workers):
-    while with_workers.stdout.readline().strip() != "goes on":
+    while with_workers.stdout.readline().strip() != "continues":
         pass
     with_workers.kill()
     with_workers.communicate(timeout=60)  # they have its stdout, and so it ends when they do

@@ -127,15 +127,15 @@ def test_pieces_show_spaces_and_bytes(tokenizer):
     assert tokenizer.pieces(tokenizer.encode("뷁")) == ["▁", "<0xEB>", "<0xB7>", "<0x81>", "</s>"]
 
 
-def test_the_ways_to_cut_a_text_say_the_same_in_other_pieces_and_the_likeliest_is_first(tokenizer):
-    """Kudo 2018: the log-probability of a cut is the sum of its pieces'."""
+def test_segmentations_of_a_text_decode_to_it_and_the_likeliest_is_first(tokenizer):
+    """Kudo 2018: the log-probability of a segmentation is the sum of those of its pieces."""
     text = "안녕하세요, Monday"
-    ways = tokenizer.encode_segmentations(text, 20)
-    assert ways[0] == tokenizer.encode(text)
-    assert len(set(map(tuple, ways))) == len(ways) > 2
-    assert {tokenizer.decode(ids) for ids in ways} == {text}
-    assert all(ids[-1] == EOS for ids in ways)
-    totals = [tokenizer.log_probs()[ids].sum() for ids in ways]
+    found = tokenizer.encode_segmentations(text, 20)
+    assert found[0] == tokenizer.encode(text)
+    assert len(set(map(tuple, found))) == len(found) > 2
+    assert {tokenizer.decode(ids) for ids in found} == {text}
+    assert all(ids[-1] == EOS for ids in found)
+    totals = [tokenizer.log_probs()[ids].sum() for ids in found]
     assert totals == sorted(totals, reverse=True)
     assert tokenizer.encode_segmentations(text, 1) == [tokenizer.encode(text)]
     assert tokenizer.encode_segmentations("a▁b", 5) == [tokenizer.encode("a▁b")]
@@ -159,9 +159,9 @@ def test_the_same_lines_give_the_same_bytes(tokenizer, tmp_path):
     assert other != tokenizer and other.fingerprint != tokenizer.fingerprint
 
 
-def test_what_was_learned_once_is_taken_from_the_cache_and_no_line_is_asked_for(tmp_path, caplog):
+def test_a_cached_tokenizer_is_used_and_no_line_is_read(tmp_path, caplog):
     def unread():
-        raise AssertionError("a line was asked for")
+        raise AssertionError("a line was read")
         yield
 
     kept = {"cache": tmp_path / "cache", "fingerprint": "these lines"}
@@ -170,9 +170,9 @@ def test_what_was_learned_once_is_taken_from_the_cache_and_no_line_is_asked_for(
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
         again = train_tokenizer(unread(), 5_000, tmp_path / "again", **kept)
     assert again == first and (tmp_path / "again").read_bytes() == first.model
-    assert "The corpus supports a vocabulary" in caplog.messages[0], "each run is told"
+    assert "The corpus supports a vocabulary" in caplog.messages[0], "also from the cache"
     for vocab_size, changed in ((4_000, {}), (5_000, {"fingerprint": "others"})):
-        with pytest.raises(AssertionError, match="a line was asked for"):
+        with pytest.raises(AssertionError, match="a line was read"):
             train_tokenizer(unread(), vocab_size, tmp_path / "other", **{**kept, **changed})
 
 
@@ -214,7 +214,7 @@ def test_a_small_corpus_gets_the_largest_vocabulary_it_carries_and_says_so(tmp_p
     ]
 
 
-def test_training_does_not_chatter(tmp_path, capfd):
+def test_training_prints_nothing(tmp_path, capfd):
     train_tokenizer(LINES, 400, tmp_path / "model")
     assert capfd.readouterr() == ("", "")
 

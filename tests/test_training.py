@@ -1,4 +1,4 @@
-"""Loss, schedule and step: what one update does, and that devices do not matter to it."""
+"""Loss, schedule and step: one update, on any number of devices."""
 
 import json
 import math
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def curve(devices, accumulation=1, steps=50):
-    """In this process where it has so many devices, else in one of its own."""
+    """The losses of `devices`: of this process if it has as many, else of one of its own."""
     if devices <= jax.device_count():
         return loss_curve(devices, accumulation, steps)
     script = [sys.executable, "tests/loss_curve.py", *map(str, (devices, accumulation, steps))]
@@ -196,7 +196,7 @@ def test_devices_draw_different_dropout(learner):
 
 
 def moments(state):
-    """What Adam knows of gradients; its counts are no arrays."""
+    """Adam's averages of gradients; its counts are scalars."""
     return [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
 
 
@@ -212,8 +212,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
     jax.tree.map(np.testing.assert_array_equal, before, now)
 
 
-def test_after_a_skipped_step_the_rate_is_the_next_ones(learner):
-    """And the one that is logged: Adam's first update changes a parameter by just the rate."""
+def test_the_rate_after_a_skipped_step_is_that_of_the_next_step(learner):
+    """As logged, and as applied: Adam's first update changes a parameter by just the rate."""
     state = learner.state()
     whole = jax.device_get(state.params)
     broken = jax.tree.map(lambda value: value * jnp.nan, state.params)
@@ -227,10 +227,10 @@ def test_after_a_skipped_step_the_rate_is_the_next_ones(learner):
     assert max(jax.tree.leaves(changes)) == pytest.approx(rate, rel=1e-3)
 
 
-def test_the_operation_that_made_the_first_infinity_is_named_with_its_place(learner):
-    """Embeddings of 1e20 are numbers; their products in the first attention are none.
+def test_the_operation_that_produced_the_first_infinity_is_named_with_its_line(learner):
+    """Embeddings of 1e20 are finite; their products in the first attention are not.
 
-    They are infinities of both signs; what these add up to depends on the order, and the processor.
+    They are infinities of both signs, whose sum depends on the order, and so on the processor.
     """
     step = stopping_at_not_finite(learner.step, learner.model, learner.config.training)
     state, metrics = step(learner.state(), two_rows())
@@ -255,8 +255,8 @@ def test_a_parameter_that_is_not_finite_is_named(learner):
 
 
 @slow
-def test_masked_scores_are_not_taken_for_the_fault(learner):
-    """A mask makes infinities of its own, and they are none of a step's that is finite."""
+def test_the_infinities_of_a_mask_are_not_reported(learner):
+    """A mask produces infinities in a step that is finite."""
     found = find_not_finite(learner.model, learner.config.training, learner.state(), two_rows())
     assert found is None
 
@@ -317,27 +317,27 @@ def events(folder):
                 yield event.step, value.tag, value.simple_value
 
 
-def test_tensorboard_is_told_what_the_metrics_say_at_once(tmp_path):
+def test_tensorboard_has_the_metrics_at_once(tmp_path):
     """Before the log is closed: a killed process closes nothing."""
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resumed_from=0)
     for step in (1, 2):
         log.write(step, {"loss": step / 4, "accuracy": 0.5})
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert lines == [{"step": step, "loss": step / 4, "accuracy": 0.5} for step in (1, 2)]
-    told = [(line["step"], name, line[name]) for line in lines for name in ("loss", "accuracy")]
-    assert list(events(tmp_path / "tensorboard")) == told
+    expected = [(line["step"], name, line[name]) for line in lines for name in ("loss", "accuracy")]
+    assert list(events(tmp_path / "tensorboard")) == expected
     log.close()
 
 
-def test_a_run_that_goes_on_forgets_metrics_after_its_checkpoint_and_what_is_no_record(tmp_path):
-    """A line cut off by a kill, bytes that are no text, a number, a record without a step."""
+def test_a_resumed_run_drops_later_metrics_and_what_is_not_a_record(tmp_path):
+    """A truncated line, bytes that are not text, a number, a record without a step."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n3\n{"loss": 1}\n\xff\x80\n{"step": 3}\n{"step": 2}\n{"st')
     MetricsLog(path, tmp_path / "tensorboard", resumed_from=2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_metrics_on_a_full_disk_are_an_error_that_says_what_to_do(tmp_path):
+def test_metrics_on_a_full_disk_are_an_error_with_a_way_out(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resumed_from=0)
     log._file.close()
     log._file = open("/dev/full", "a")

@@ -1,4 +1,4 @@
-"""What a run may ask for beside the paper: R-Drop, averages, patience, subword sampling."""
+"""Options beyond the paper: R-Drop, averages, patience, subword sampling."""
 
 import contextlib
 import dataclasses
@@ -61,7 +61,7 @@ def log_softmax(x):
 
 
 class Sample(NamedTuple):
-    """Hidden states of 12 tokens, and what their loss is made of."""
+    """Hidden states of 12 tokens, and the other arguments of their loss."""
 
     hidden_states: jax.Array
     kernel: jax.Array
@@ -117,11 +117,11 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
 
     gradients, sums = jax.jit(jax.grad(chunked, (0, 1), has_aux=True))(*sample[:2])
     expected = 0.0
-    for row, place in itertools.product(range(3), range(4)):
-        if sample.real[row, place]:
-            log_probs = log_softmax(sample.hidden_states[:, row, place] @ sample.kernel)
+    for row, column in itertools.product(range(3), range(4)):
+        if sample.real[row, column]:
+            log_probs = log_softmax(sample.hidden_states[:, row, column] @ sample.kernel)
             for each in log_probs:
-                smoothed = 0.9 * each[sample.labels[row, place]] + 0.1 * each.mean()
+                smoothed = 0.9 * each[sample.labels[row, column]] + 0.1 * each.mean()
                 expected -= smoothed / readings
             if readings == 2:
                 p, q = np.exp(log_probs)
@@ -186,8 +186,8 @@ def test_a_step_that_is_skipped_leaves_the_average_alone(averaging_learner):
     np.testing.assert_array_equal(state.average["embedding"]["table"], before)
 
 
-def told(caplog):
-    """What the package logged; Orbax logs, too."""
+def logged(caplog):
+    """Messages of the package; Orbax logs, too."""
     return [each.getMessage() for each in caplog.records if each.name == "flaxformer_min"]
 
 
@@ -202,7 +202,7 @@ def save_numbers(folder, numbers, name="params", keep=9):
 def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0, 4: 6.0})
     steps, mean = average_checkpoints(tmp_path / "c", 3)
-    assert (steps, told(caplog)) == ([4, 3, 2], [])
+    assert (steps, logged(caplog)) == ([4, 3, 2], [])
     np.testing.assert_array_equal(mean["a"], np.full((2, 3), 3.0))
     np.testing.assert_array_equal(mean["b"], [-3.0, -3.0])
 
@@ -213,12 +213,12 @@ def test_the_mean_is_that_of_intact_checkpoints(tmp_path, caplog):
         if file.is_file():
             file.write_bytes(b"")
     steps, mean = average_checkpoints(tmp_path / "c", 2)
-    assert steps == [2, 1] and "checkpoint 3" in told(caplog)[0]
+    assert steps == [2, 1] and "checkpoint 3" in logged(caplog)[0]
     np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
 
 
-def test_a_checkpoint_that_a_signal_asked_for_changes_neither_the_mean_nor_what_is_kept(tmp_path):
-    """Saves are due every 10 steps here; the newest counts in any case."""
+def test_a_checkpoint_saved_for_a_signal_changes_neither_the_mean_nor_which_are_kept(tmp_path):
+    """Saves are due every 10 steps here; the newest always counts."""
     checkpoints = Checkpoints(tmp_path / "c", keep=2, every=10)
     for step in (10, 13, 20, 24, 30, 31):
         checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {})
@@ -232,7 +232,7 @@ def test_a_checkpoint_that_a_signal_asked_for_changes_neither_the_mean_nor_what_
 def test_a_moving_average_is_what_decoding_restores(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 5.0}, name="average")
     np.testing.assert_array_equal(restore_params(tmp_path / "c")[1]["b"], [-5.0] * 2)
-    assert told(caplog) == []
+    assert logged(caplog) == []
 
 
 def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path, caplog):
@@ -249,25 +249,25 @@ def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_pa
     jax.tree.map(np.testing.assert_array_equal, run.params(step).params, params)
     run.drop_average()
     assert run.params()[::2] == (step, False)
-    assert told(caplog) == []
+    assert logged(caplog) == []
 
 
 @pytest.mark.parametrize("losses, better", [([3.0, 2.0], True), ([2.0, 3.0], False)])
-def test_the_mean_is_kept_only_where_validation_finds_it_better(tmp_path, losses, better):
+def test_the_mean_is_kept_only_if_validation_finds_it_better(tmp_path, losses, better):
     run = RunFolder(tmp_path)
     checkpoints, best = Checkpoints(run.checkpoints, 3), Metric("validation_loss", losses[0])
     for step in (1, 2):
         checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {}, best)
     checkpoints.close()
-    asked = []
+    validated = []
 
     def validate(params, step):
-        asked.append((params["a"].tolist(), step))
+        validated.append((params["a"].tolist(), step))
         return {"validation_loss": losses[1]}
 
     config = TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
     validate_average(run, config, validate, 2)
-    assert asked == [([1.5, 1.5], 2)]
+    assert validated == [([1.5, 1.5], 2)]
     assert run.averaged.exists() == better
 
 
@@ -294,7 +294,7 @@ class EmptyStep:
 
 @pytest.fixture
 def nothing_is_learned(monkeypatch):
-    """Nor compiled: steps count, and all parameters are equally good."""
+    """Nor compiled: steps are counted, and all parameters are equally good."""
     monkeypatch.setattr(state_module, "make_train_step", EmptyStep)
     ones = Sums(*(jnp.float32(1),) * 4)
     monkeypatch.setattr(validation, "make_eval_step", lambda model: lambda params, batch: ones)
@@ -310,8 +310,8 @@ def settings(folder, **training):
 
 
 @pytest.mark.usefixtures("nothing_is_learned")
-def test_a_mean_is_dropped_when_a_run_goes_on_or_asks_for_none(tmp_path):
-    """A run of 4 steps: at its end the mean is judged anew, before that it is an old one."""
+def test_a_mean_is_dropped_when_a_run_continues_or_wants_none(tmp_path):
+    """A run of 4 steps: the mean is compared again at its end, and is obsolete before that."""
     text = {"train": PAIRS, "validation": PAIRS[:9]}
     ended = settings(tmp_path, steps=4, average_checkpoints=2)
     run = train(ended, tmp_path / "run", pairs=text).run
@@ -324,7 +324,7 @@ def test_a_mean_is_dropped_when_a_run_goes_on_or_asks_for_none(tmp_path):
         return train(config, run.path, pairs=text, **options)
 
     assert continue_with(ended, stop=lambda: True).step == 4
-    assert run.averaged.exists(), "it was not judged yet"
+    assert run.averaged.exists(), "it was not compared again yet"
     assert continue_with(ended).step == 4
     assert not run.averaged.exists()
     for other in (dict(steps=6, average_checkpoints=2), dict(steps=4, average_checkpoints=1)):
@@ -336,7 +336,7 @@ def test_a_mean_is_dropped_when_a_run_goes_on_or_asks_for_none(tmp_path):
 
 
 class Endless:
-    """Rows for a step that does nothing."""
+    """Batches for a step that does nothing."""
 
     def __next__(self):
         return two_rows()
@@ -354,7 +354,7 @@ class Log:
 
 
 def run_empty_steps(state, config, checkpoints, validate, **options):
-    """The loop with steps that do nothing; gives what was logged."""
+    """Run the loop with steps that do nothing, and return the lines of metrics."""
     log = Log()
     Trainer(
         state,
@@ -377,7 +377,7 @@ def tiny_state(step=0):
 @pytest.mark.parametrize("costs, before", [([], 8), ([0.5, 0.6], 2)])
 def test_training_stops_when_validation_finds_nothing_better(tmp_path, caplog, costs, before):
     """Losses 3, 1, 2, 2, ...: the third and the fourth are no better than the second. What was
-    measured before a cut counts: then 0.6 and 3 are no better than 0.5."""
+    measured before an interruption counts: then 0.6 and 3 are no better than 0.5."""
     caplog.set_level(logging.INFO, "flaxformer_min")
     losses = iter([3.0, 1.0, 2.0, 2.0, 0.1, 0.1])
     config = TrainingConfig(steps=100, validate_every=2, log_every=50, save_every=50, patience=2)
@@ -389,7 +389,7 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, caplog, c
         lambda params, step: {"validation_loss": next(losses)},
         progress=Progress(costs=list(costs)),
     )
-    assert "2 validations in a row" in told(caplog)[-1]
+    assert "2 validations in a row" in logged(caplog)[-1]
     step, _, description = checkpoints.restore(tiny_state().to_dict())
     checkpoints.close()
     assert step == before
@@ -397,11 +397,11 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, caplog, c
     assert found == [*costs, 3.0, 1.0, 2.0, 2.0][: len(found)]
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
-    tmp_path, monkeypatch, caplog, asked
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_signal_that_also_ended_the_workers_is_a_stop_request(
+    tmp_path, monkeypatch, caplog, stopping
 ):
-    """As `scancel` sends it, to all processes of a job; else their end is an error."""
+    """As `scancel` sends it, to all processes of a job; without one, their end is an error."""
     caplog.set_level(logging.INFO, "flaxformer_min")
     checkpoints, calls = Checkpoints(tmp_path, 3), []
 
@@ -411,7 +411,7 @@ def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
             raise RuntimeError("Worker process was terminated unexpectedly")
         return 0
 
-    ending = contextlib.nullcontext() if asked else pytest.raises(RuntimeError, match="Worker")
+    ending = contextlib.nullcontext() if stopping else pytest.raises(RuntimeError, match="Worker")
     monkeypatch.setattr(Endless, "__next__", next_or_dead)
     with ending:
         run_empty_steps(
@@ -419,25 +419,25 @@ def test_a_signal_that_ended_the_workers_too_ends_training_as_one_does(
             TrainingConfig(steps=9),
             checkpoints,
             pytest.fail,
-            stop=lambda: asked and len(calls) == 4,
+            stop=lambda: stopping and len(calls) == 4,
         )
     checkpoints.close()
-    assert steps_of(tmp_path) == [3] * asked
-    assert told(caplog) == []
+    assert steps_of(tmp_path) == [3] * stopping
+    assert logged(caplog) == []
 
 
-def test_a_run_that_patience_had_ended_says_so_when_it_is_to_go_on(tmp_path, caplog):
+def test_a_run_that_ran_out_of_patience_says_so_when_it_is_started_again(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxformer_min")
     config = TrainingConfig(steps=100, patience=2)
     checkpoints = Checkpoints(tmp_path, 3)
     progress = Progress(costs=[1.0, 2.0, 2.0])
     run_empty_steps(tiny_state(4), config, checkpoints, pytest.fail, progress=progress)
     checkpoints.close()
-    (text,) = told(caplog)
+    (text,) = logged(caplog)
     assert "2 validations in a row" in text and "larger --training.patience" in text
 
 
-def test_the_best_by_validation_is_saved_also_where_no_save_is_due(tmp_path):
+def test_the_best_by_validation_is_saved_even_if_no_save_is_due(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
     config = TrainingConfig(steps=6, validate_every=2, log_every=50, save_every=50)
     checkpoints = Checkpoints(tmp_path, 3, config.save_every)
@@ -448,46 +448,46 @@ def test_the_best_by_validation_is_saved_also_where_no_save_is_due(tmp_path):
     assert (steps_of(tmp_path), best_cost(tmp_path)) == ([6, 4], 1.0)
 
 
-def test_a_validation_that_was_broken_off_is_made_good_when_training_goes_on(tmp_path):
-    """What is logged is then what an uncut run logs."""
+def test_an_interrupted_validation_is_repeated_when_training_continues(tmp_path):
+    """The metrics are then those of an uninterrupted run."""
     config = TrainingConfig(steps=4, validate_every=2, log_every=50, save_every=50)
 
-    def go_on(folder, give_up_at=None):
+    def resume(folder, give_up_at=None):
         state, checkpoints, progress = tiny_state(), Checkpoints(folder, 3), Progress()
         if found := checkpoints.restore(state.to_dict()):
             state, progress = TrainState(**found[1]), Progress(**found[2]["progress"])
-        asked = []
+        validated = []
 
         def validate(params, step):
-            asked.append(step)
+            validated.append(step)
             return None if step == give_up_at else {"validation_loss": 10.0 - step}
 
-        logged = run_empty_steps(
+        lines = run_empty_steps(
             state,
             config,
             checkpoints,
             validate,
-            stop=lambda: give_up_at in asked,
+            stop=lambda: give_up_at in validated,
             progress=progress,
         )
         step, _, description = checkpoints.restore(tiny_state().to_dict())
         checkpoints.close()
-        return [(step, line["validation_loss"]) for step, line in logged], (step, description)
+        return [(step, line["validation_loss"]) for step, line in lines], (step, description)
 
     def pending(description):
         return description["progress"]["validation_pending"]
 
-    uncut, end = go_on(tmp_path / "uncut")
-    first, cut = go_on(tmp_path / "cut", give_up_at=2)
+    uncut, end = resume(tmp_path / "uncut")
+    first, cut = resume(tmp_path / "cut", give_up_at=2)
     assert (first, cut[0], pending(cut[1])) == ([], 2, True)
-    second, resumed = go_on(tmp_path / "cut")
+    second, resumed = resume(tmp_path / "cut")
     assert second == uncut == [(2, 8.0), (4, 6.0)]
     assert resumed == end and not pending(end[1])
-    first, cut = go_on(tmp_path / "late", give_up_at=4)
+    first, cut = resume(tmp_path / "late", give_up_at=4)
     assert (first, best_cost(tmp_path / "late")) == ([(2, 8.0)], 8.0), "4 was not validated"
-    second, resumed = go_on(tmp_path / "late")
+    second, resumed = resume(tmp_path / "late")
     assert (second, best_cost(tmp_path / "late")) == ([(4, 6.0)], 6.0), "it is counted now"
-    assert resumed == end and go_on(tmp_path / "late")[0] == [], "once"
+    assert resumed == end and resume(tmp_path / "late")[0] == [], "once"
 
 
 # ---- subword sampling -------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def sentences(batches, tokenizer):
     return sorted(found)
 
 
-def test_each_epoch_cuts_the_text_in_other_ways_and_says_the_same(tokenizer, tmp_path):
+def test_each_epoch_segments_the_same_text_differently(tokenizer, tmp_path):
     rows = sampled_rows(tokenizer, tmp_path)
     epochs = [sentences(rows.epoch(number), tokenizer) for number in (0, 1)]
     texts = sorted(target for _, target in PAIRS)
@@ -528,7 +528,7 @@ def test_each_epoch_cuts_the_text_in_other_ways_and_says_the_same(tokenizer, tmp
     assert sentences(other_seed, tokenizer) != epochs[1]
 
 
-def test_sampled_rows_go_on_exactly_where_they_stood(tokenizer, tmp_path):
+def test_sampled_batches_resume_exactly(tokenizer, tmp_path):
     uncut, resumed = (sampled_rows(tokenizer, tmp_path / name) for name in "ab")
     for _ in range(9):
         next(uncut)
@@ -541,33 +541,31 @@ def test_sampled_rows_go_on_exactly_where_they_stood(tokenizer, tmp_path):
     resumed.close()
 
 
-def test_an_epoch_that_was_looked_at_is_not_drawn_again_to_be_delivered(
-    tokenizer, tmp_path, monkeypatch
-):
+def test_an_epoch_that_was_inspected_is_not_drawn_again(tokenizer, tmp_path, monkeypatch):
     rows, drawn = sampled_rows(tokenizer, tmp_path), []
     draw = Segmentations.draw
     monkeypatch.setattr(Segmentations, "draw", lambda *args: drawn.append(1) or draw(*args))
-    looked_at = rows.epoch(0)[0]
-    jax.tree.map(np.testing.assert_array_equal, next(rows), looked_at)
+    inspected = rows.epoch(0)[0]
+    jax.tree.map(np.testing.assert_array_equal, next(rows), inspected)
     rows.close()
     assert len(drawn) == 2  # source and target
 
 
-def test_ways_are_drawn_as_often_as_their_probability_to_the_alpha_says():
-    """Two sentences: one way, and three ways of 0.5, 0.25 and 0.125."""
+def test_segmentations_are_drawn_by_their_probability_to_the_power_of_alpha():
+    """Two sentences: one segmentation, and three of probabilities 0.5, 0.25 and 0.125."""
     lengths = np.array([3, 1, 2, 4])
-    cuts = Ragged(np.arange(10), np.cumsum(lengths) - lengths, lengths)
-    ways = Segmentations(cuts, np.array([1, 3]), np.log([0.9, 0.5, 0.25, 0.125]))
+    candidates = Ragged(np.arange(10), np.cumsum(lengths) - lengths, lengths)
+    segmentations = Segmentations(candidates, np.array([1, 3]), np.log([0.9, 0.5, 0.25, 0.125]))
     rng = np.random.default_rng(0)
-    drawn = [ways.draw(2.0, rng) for _ in range(4000)]
+    drawn = [segmentations.draw(2.0, rng) for _ in range(4000)]
     assert {(each.starts[0], each.lengths[0]) for each in drawn} == {(0, 3)}
     shares = np.bincount([each.lengths[1] for each in drawn], minlength=5)[[1, 2, 4]] / 4000
     powers = np.array([0.5, 0.25, 0.125]) ** 2
     np.testing.assert_allclose(shares, powers / powers.sum(), atol=0.03)
-    assert ways.first().lengths.tolist() == [3, 1]
+    assert segmentations.first().lengths.tolist() == [3, 1]
 
 
-def test_what_was_drawn_is_drawn_again_in_another_process(tokenizer, tmp_path):
+def test_another_process_draws_the_same(tokenizer, tmp_path):
     rows = sampled_rows(tokenizer, tmp_path)
     epoch = rows.epoch(3)
     copy = pickle.loads(pickle.dumps(epoch))
