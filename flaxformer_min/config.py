@@ -102,11 +102,17 @@ class ModelConfig:
     """Dropout of attention weights; not in the paper."""
 
     feed_forward_dropout: float = setting(0.0, at_least=0, less_than=1)
-    """Dropout after the feed-forward network's ReLU; not in the paper."""
+    """Dropout after the feed-forward network's activation; not in the paper."""
+
+    activation: Literal["relu", "swish", "gelu"] = setting("relu")
+    """Of the feed-forward network: max(0, x) (the paper), x · sigmoid(x), or x · Φ(x)."""
 
     norm: Literal["post", "pre"] = setting("post")
     """Layer norm after each residual sum (the paper), or before each sub-layer and after the last
     layer."""
+
+    norm_epsilon: float = setting(1e-6, more_than=0)
+    """Added to the variance in each layer norm."""
 
     positional_encoding: Literal["interleaved", "halves", "learned", "none"] = setting(
         "interleaved"
@@ -121,6 +127,9 @@ class ModelConfig:
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
     """One matrix for source, target and output (the paper); one for target and output; or three
     matrices, and a bias of the output."""
+
+    output_bias: bool = setting(False)
+    """Add a bias to tied logits, as imported models do. Separate ones always have one."""
 
     dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
     """Type of the layers' computations. Parameters, softmax, norms and loss are always float32."""
@@ -168,6 +177,10 @@ class ModelConfig:
             raise ValueError(
                 "model.attention='fused' has no weights to drop; got attention_dropout="
                 f"{self.attention_dropout}. Set it to 0, or choose attention='explicit'."
+            )
+        if self.embeddings == "separate" and self.output_bias:
+            raise ValueError(
+                "model.output_bias must be left out with embeddings='separate', which has a bias."
             )
         if self.embeddings == "shared" and self.source_vocab_size is not None:
             raise ValueError(

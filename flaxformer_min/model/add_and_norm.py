@@ -7,8 +7,6 @@ from jaxtyping import Array, Float
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 
-EPSILON = 1e-6
-
 
 class LayerNorm(nn.LayerNorm):
     """Flax's layer norm, with the standard type promotion that it relies on."""
@@ -32,7 +30,7 @@ class AddAndNorm(nn.Module):
 
     def setup(self):
         """Create the norm and the dropout."""
-        self.norm = LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
+        self.norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
         self.dropout = Dropout(self.config.dropout)
 
     def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:

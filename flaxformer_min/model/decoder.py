@@ -4,7 +4,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.add_and_norm import EPSILON, AddAndNorm, LayerNorm
+from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         layer = nn.remat(DecoderLayer) if self.config.remat else DecoderLayer
         self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
-            self.final_norm = LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
+            self.final_norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
 
     def cross_attention_kv(
         self, encoded: Float[Array, "batch source d_model"]

@@ -4,7 +4,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.add_and_norm import EPSILON, AddAndNorm, LayerNorm
+from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 
@@ -50,7 +50,7 @@ class Encoder(nn.Module):
         layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
         self.layer = [layer(self.config, self.attention) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
-            self.final_norm = LayerNorm(epsilon=EPSILON, dtype=self.config.dtype)
+            self.final_norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
 
     def __call__(
         self,

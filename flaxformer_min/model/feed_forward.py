@@ -1,5 +1,7 @@
 """The position-wise feed-forward network (section 3.3)."""
 
+from functools import partial
+
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -7,9 +9,15 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import Linear
 
+ACTIVATIONS = {
+    "relu": nn.relu,
+    "swish": nn.swish,
+    "gelu": partial(nn.gelu, approximate=False),  # x Φ(x) itself, as imported models compute it
+}
+
 
 class FeedForward(nn.Module):
-    """FFN(x) = max(0, x W₁ + b₁) W₂ + b₂, equation 2."""
+    """FFN(x) = max(0, x W₁ + b₁) W₂ + b₂, equation 2; or another activation than max(0, x)."""
 
     config: ModelConfig
 
@@ -19,4 +27,5 @@ class FeedForward(nn.Module):
         config = self.config
         inner = Linear(config.d_ff, config.dtype, name="inner")
         outer = Linear(config.d_model, config.dtype, name="outer")
-        return outer(Dropout(config.feed_forward_dropout)(nn.relu(inner(x))))
+        activated = ACTIVATIONS[config.activation](inner(x))
+        return outer(Dropout(config.feed_forward_dropout)(activated))

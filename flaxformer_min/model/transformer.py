@@ -75,6 +75,9 @@ class Transformer(nn.Module):
             output = target
         if config.embeddings == "separate":
             self.output_projection = output = OutputProjection(config.vocab_size)
+        if config.output_bias:
+            zeros = nn.initializers.zeros
+            self.output_bias = self.param("output_bias", zeros, (config.vocab_size,))
         self.embed_source, self.embed_target, self.output = source, target, output
         self.encoder = Encoder(config, self.encoder_attention)
         self.decoder = Decoder(config)
@@ -91,7 +94,8 @@ class Transformer(nn.Module):
 
     def logits(self, x: Float[Array, "batch target d_model"]) -> Float[Array, "batch target vocab"]:
         """Apply the output projection, in float32. The softmax is part of loss and search."""
-        return self.output.logits(x)
+        logits = self.output.logits(x)
+        return logits + self.output_bias[None, None, :] if self.config.output_bias else logits
 
     def encode(self, source: Tokens) -> Float[Array, "batch source d_model"]:
         """Return the encoder's output."""
