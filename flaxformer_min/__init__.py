@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flaxformer_min.decoding.choices import Sampling
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.experiment.run import TrainResult, train
+    from flaxformer_min.interop import export, import_model
     from flaxformer_min.model.attention import (
         KeyValue,
         attention_weights,
@@ -54,6 +55,8 @@ _MODULE_OF = {
     "Translator": "decoding.translator",
     "attention_weights": "model.attention",
     "batched_scaled_dot_product_attention": "model.attention",
+    "export": "interop",
+    "import_model": "interop",
     "look_ahead_mask": "model.masks",
     "one_sentence_per_row": "tokens",
     "padding_mask": "model.masks",
@@ -87,6 +90,8 @@ __all__ = [
     "Translator",
     "attention_weights",
     "batched_scaled_dot_product_attention",
+    "export",
+    "import_model",
     "look_ahead_mask",
     "one_sentence_per_row",
     "padding_mask",

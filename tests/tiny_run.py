@@ -36,6 +36,7 @@ def make_tiny_run(
     separate: bool = False,
     data: DataConfig | None = None,
     decoding: DecodingConfig | None = None,
+    **settings,
 ) -> Path:
     """Make the run and return its folder.
 
@@ -43,16 +44,19 @@ def make_tiny_run(
     steps:    of the checkpoints; empty for a run without any.
     lines:    the training text of the tokenizers; equal lines give equal vocabularies.
     separate: two vocabularies, the target's from the reversed lines.
+    settings: of the model, in place of those of a very small one.
     """
-    model = ModelConfig(
-        vocab_size=284,
-        source_vocab_size=284 if separate else None,
-        embeddings="separate" if separate else "shared",
-        num_layers=1,
-        d_model=16,
-        d_ff=16,
-        num_heads=2,
-    )
+    separate |= settings.get("embeddings", "shared") != "shared"
+    small = {
+        "vocab_size": 284,
+        "source_vocab_size": 284 if separate else None,
+        "embeddings": "separate" if separate else "shared",
+        "num_layers": 1,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 2,
+    }
+    model = ModelConfig(**{**small, **settings})
     config = Config(
         data=data or DataConfig(languages="en-ko"),
         model=model,

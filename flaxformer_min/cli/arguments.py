@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flaxformer_min.cli.evaluate import evaluate
+from flaxformer_min.cli.interop import export, import_
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
 from flaxformer_min.cli.score import score
 from flaxformer_min.cli.translate import translate
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)
+    _add_interop(commands)
     plots = _add_command(commands, "plot", "draw attention, positional encodings or curves")
     plots = plots.add_subparsers(title="what to plot", metavar="WHAT", required=True)
     _add_plots(plots)
@@ -135,6 +137,23 @@ def _add_plots(commands: Any) -> None:
     parser = _add_command(commands, "curves", "draw the training curves of a run", plot_curves)
     parser.add_argument("runs", metavar="RUN", nargs=1, help="the folder of a run")
     parser.add_argument("--output", **output, help=".png, .svg or .pdf (no default)")
+
+
+def _add_interop(commands: Any) -> None:
+    parser = _add_command(commands, "export", "write a model for other software", export)
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs=1, help="the folder of a run")
+    add("out", metavar="OUT", help="the folder to write; it must be new or empty")
+    add("--format", required=True, choices=("ctranslate2", "marian", "stablehlo"),
+        help="CTranslate2, MarianMTModel of Hugging Face, or a program for any jax (no default)")
+    add("--quantization", choices=("int8", "int16", "float16", "bfloat16"),
+        help="type of CTranslate2's weights (default: float32)")
+    purpose = "make a run from a Marian model, such as OPUS-MT's"
+    parser = _add_command(commands, "import", purpose, import_)
+    add = parser.add_argument
+    add("model", metavar="MODEL",
+        help="its folder: of Hugging Face with model.safetensors, or Marian's npz and spm files")
+    add("run", metavar="RUN", help="the run folder to make; it must be new or empty")
 
 
 def _add_runs(parser: _Parser) -> None:

@@ -1,0 +1,32 @@
+"""`export` and `import`: models leave, and come in."""
+
+import argparse
+import sys
+
+from flaxformer_min.cli.lines import Stop
+
+
+def export(args: argparse.Namespace, stop: Stop) -> int:
+    """Write the model of a run in another format."""
+    _quiet_orbax()
+    from flaxformer_min.interop import export as write
+
+    write(args.runs[0], args.out, format=args.format, quantization=args.quantization)
+    print(f"{args.out} holds the model; its README.md shows how to use it.", file=sys.stderr)
+    return 0
+
+
+def import_(args: argparse.Namespace, stop: Stop) -> int:
+    """Make a run of an imported model."""
+    _quiet_orbax()
+    from flaxformer_min.interop import import_model
+
+    import_model(args.model, args.run)
+    print(f"To translate with it: flaxformer-min translate {args.run}", file=sys.stderr)
+    return 0
+
+
+def _quiet_orbax() -> None:
+    import logging
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs its own defaults

@@ -1,0 +1,66 @@
+"""Models leave and come in: CTranslate2, Marian of Hugging Face, StableHLO."""
+
+from pathlib import Path
+
+FORMATS = ("ctranslate2", "marian", "stablehlo")
+
+
+def export(
+    run: str | Path, out: str | Path, *, format: str, quantization: str | None = None
+) -> None:
+    """Write the model that a run translates with as a folder `out` in another format.
+
+    format:       "ctranslate2", "marian" (Hugging Face) or "stablehlo"; see docs/interop.md.
+    quantization: of CTranslate2's weights: "int8", "int16", "float16" or "bfloat16"; None: float32.
+
+    Raises ValueError for a run that the format cannot express, and for a folder that exists;
+    ImportError where ctranslate2 is not installed.
+    """
+    from flaxformer_min.interop.run_model import check_new_folder, read_run
+    from flaxformer_min.runtime.files import folder_atomically
+
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}.")
+    path = check_new_folder(out)
+    _check_quantization(format, quantization)
+    model = read_run(run)
+    with folder_atomically(path) as folder:
+        if format == "ctranslate2":
+            from flaxformer_min.interop.ctranslate2 import write_ctranslate2
+
+            write_ctranslate2(model, folder, quantization)
+        elif format == "marian":
+            from flaxformer_min.interop.marian import write_marian
+
+            write_marian(model, folder)
+        else:
+            from flaxformer_min.interop.stablehlo import write_stablehlo
+
+            write_stablehlo(model, folder)
+
+
+def import_model(model: str | Path, run: str | Path) -> None:
+    """Make a run folder from a Marian model: of Hugging Face, or Marian's own npz with its spm.
+
+    The run translates, scores and exports as any other, and `training.init_from` fine-tunes it.
+    Raises ValueError for a model that is damaged, or in any part not understood.
+    """
+    from flaxformer_min.interop.marian_import import import_marian
+
+    import_marian(Path(model), Path(run))
+
+
+def _check_quantization(format: str, quantization: str | None) -> None:
+    if quantization is None:
+        return
+    from flaxformer_min.interop.ctranslate2 import QUANTIZATIONS
+
+    if format != "ctranslate2":
+        raise ValueError(
+            f"quantization is an option of format 'ctranslate2'; got it with {format!r}. Leave it "
+            "out."
+        )
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}."
+        )

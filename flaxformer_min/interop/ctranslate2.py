@@ -1,0 +1,155 @@
+"""Export to CTranslate2, which translates on CPUs and GPUs without Python's and jax's start-up.
+
+CTranslate2's own `TransformerSpec` writes the files, so it must be installed (the extra `export`).
+"""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxformer_min.config import DecodingConfig
+from flaxformer_min.decoding.batching import LENGTHS
+from flaxformer_min.interop.run_model import (
+    ParamsTree,
+    RunModel,
+    describe,
+    layers,
+    position_table,
+)
+from flaxformer_min.tokens import BOS, EOS, UNK
+
+QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
+"""Types of the weights on disk, beside float32."""
+
+TYPICAL_LENGTH = 15
+"""Tokens of a usual translation, for which the two length penalties are made equal."""
+
+
+def write_ctranslate2(model: RunModel, folder: Path, quantization: str | None = None) -> None:
+    """Write a folder that `ctranslate2.Translator` opens, with tokenizers and a README.md."""
+    spec = _specification(model)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(folder))
+    for name, tokenizer in zip(("source", "target"), model.tokenizers, strict=True):
+        (folder / f"{name}.model").write_bytes(tokenizer.model)
+    (folder / "README.md").write_text(_readme(model, quantization), encoding="utf-8")
+
+
+def _specification(model: RunModel) -> Any:
+    """Return CTranslate2's description of the model, with all weights."""
+    from ctranslate2.specs import transformer_spec
+    from ctranslate2.specs.common_spec import Activation
+
+    config = model.config
+    activations = {"relu": Activation.RELU, "swish": Activation.SWISH, "gelu": Activation.GELU}
+    spec = transformer_spec.TransformerSpec.from_config(
+        (config.num_layers, config.num_layers),
+        config.num_heads,
+        pre_norm=config.norm == "pre",
+        activation=activations[config.activation],
+    )
+    positions = LENGTHS[-1] + model.decoding.max_extra_tokens
+    for side, embedding in (
+        (spec.encoder, model.source_embedding),
+        (spec.decoder, model.target_embedding),
+    ):
+        side.scale_embeddings = True
+        side.position_encodings.encodings = position_table(config, embedding, positions)
+    spec.encoder.embeddings[0].weight = model.source_embedding["table"]
+    spec.decoder.embeddings.weight = model.target_embedding["table"]
+    _set_stack(spec.encoder, model.params["encoder"], model)
+    _set_stack(spec.decoder, model.params["decoder"], model)
+    _set_projection(spec.decoder.projection, model)
+    _set_vocabularies(spec, model)
+    return spec
+
+
+def _set_stack(spec: Any, params: ParamsTree, model: RunModel) -> None:
+    for layer, own in zip(spec.layer, layers(params, model.config), strict=True):
+        _set_self_attention(layer.self_attention, own["self_attention"])
+        _set_norm(layer.self_attention.layer_norm, own["self_attention_norm"]["norm"])
+        if "cross_attention" in own:
+            _set_cross_attention(layer.attention, own["cross_attention"])
+            _set_norm(layer.attention.layer_norm, own["cross_attention_norm"]["norm"])
+        _set_linear(layer.ffn.linear_0, own["feed_forward"]["inner"])
+        _set_linear(layer.ffn.linear_1, own["feed_forward"]["outer"])
+        _set_norm(layer.ffn.layer_norm, own["feed_forward_norm"]["norm"])
+    if model.config.norm == "pre":
+        _set_norm(spec.layer_norm, params["final_norm"])
+
+
+def _set_self_attention(spec: Any, params: ParamsTree) -> None:
+    _set_linear(spec.linear[0], params["query"], params["key"], params["value"])
+    _set_linear(spec.linear[1], params["output"])
+
+
+def _set_cross_attention(spec: Any, params: ParamsTree) -> None:
+    _set_linear(spec.linear[0], params["query"])
+    _set_linear(spec.linear[1], params["key"], params["value"])
+    _set_linear(spec.linear[2], params["output"])
+
+
+def _set_linear(spec: Any, *params: ParamsTree) -> None:
+    """Set one linear layer, or several fused to one: CTranslate2's weights are [out in]."""
+    spec.weight = np.concatenate([each["kernel"].T for each in params])
+    spec.bias = np.concatenate([each["bias"] for each in params])
+
+
+def _set_norm(spec: Any, params: ParamsTree) -> None:
+    spec.gamma, spec.beta = params["scale"], params["bias"]
+
+
+def _set_projection(spec: Any, model: RunModel) -> None:
+    if model.config.embeddings == "separate":
+        _set_linear(spec, model.params["output_projection"])
+        return
+    spec.weight = model.target_embedding["table"]
+    if model.config.output_bias:
+        spec.bias = model.params["output_bias"]
+
+
+def _set_vocabularies(spec: Any, model: RunModel) -> None:
+    source, target = (
+        tokenizer.pieces(range(tokenizer.vocab_size)) for tokenizer in model.tokenizers
+    )
+    spec.register_source_vocabulary(source)
+    spec.register_target_vocabulary(target)
+    spec.config.unk_token = target[UNK]
+    spec.config.bos_token = target[BOS]
+    spec.config.eos_token = target[EOS]
+    spec.config.decoder_start_token = target[BOS]
+    spec.config.add_source_bos = False
+    spec.config.add_source_eos = True
+    spec.config.add_attribute("layer_norm_epsilon", model.config.norm_epsilon)
+
+
+def nearest_length_penalty(decoding: DecodingConfig) -> float:
+    """Return the `length_penalty` of CTranslate2 that comes nearest to the run's own.
+
+    CTranslate2 divides by length ** penalty, we by ((5 + length) / 6) ** alpha. Around a length L
+    both weigh one more token alike if penalty = alpha L / (L + 5).
+
+    >>> nearest_length_penalty(DecodingConfig(length_penalty=0.6))
+    0.45
+    """
+    share = TYPICAL_LENGTH / (TYPICAL_LENGTH + 5)
+    return round(decoding.length_penalty * share, 4)
+
+
+def _readme(model: RunModel, quantization: str | None) -> str:
+    decoding = model.decoding
+    longest = f"max(map(len, pieces)) + {1 + decoding.max_extra_tokens}"
+    limits = f"max_input_length={LENGTHS[-1]}, max_decoding_length={longest}"
+    template = Path(__file__).with_name("ctranslate2_readme.md").read_text(encoding="utf-8")
+    return string.Template(template).substitute(
+        sizes=describe(model.config),
+        weights=quantization or "float32",
+        beam_size=decoding.beam_size,
+        hypotheses=2 * decoding.beam_size if decoding.beam_size > 1 else 1,
+        penalty=nearest_length_penalty(decoding),
+        alpha=decoding.length_penalty,
+        options=f"min_decoding_length=0, disable_unk=True, {limits}",
+    )

@@ -1,0 +1,90 @@
+"""The trained model of a run as numpy arrays, which every export starts from."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.model.positions import sinusoidal_encoding
+from flaxformer_min.runs.folder import RunFolder, Tokenizers
+
+ParamsTree = dict[str, Any]
+
+
+class RunModel(NamedTuple):
+    """What a run translates with.
+
+    params: nested dictionaries of float32 arrays, as `Transformer` names them.
+    """
+
+    config: ModelConfig
+    decoding: DecodingConfig
+    params: ParamsTree
+    tokenizers: Tokenizers
+
+    @property
+    def source_embedding(self) -> ParamsTree:
+        """The parameters of the input embedding of the encoder."""
+        return self.params[_shared_or("source_embedding", self.config)]
+
+    @property
+    def target_embedding(self) -> ParamsTree:
+        """The parameters of the input embedding of the decoder."""
+        return self.params[_shared_or("target_embedding", self.config)]
+
+
+def read_run(run: str | Path) -> RunModel:
+    """Return the model that a run translates with, read without its dropout and dtype.
+
+    Raises ValueError for a folder that is no run, has no checkpoint, or was trained with a model
+    other than this package's Transformer.
+    """
+    folder = RunFolder(run)
+    config = folder.model_config()
+    if config.architecture:
+        raise ValueError(
+            f"only this package's Transformer can be exported; {folder.path} was trained with "
+            f"{config.architecture}."
+        )
+    params = jax.tree.map(np.array, jax.device_get(folder.params().params))
+    return RunModel(config, folder.config().decoding, params, folder.tokenizers())
+
+
+def layers(params: ParamsTree, config: ModelConfig) -> Iterator[ParamsTree]:
+    """Yield the parameters of each layer of an encoder or decoder, the lowest first."""
+    for number in range(config.num_layers):
+        yield params[f"layer_{number}"]
+
+
+def position_table(config: ModelConfig, embedding: ParamsTree, positions: int) -> np.ndarray:
+    """Return what is added to the embeddings, [positions d_model]; fewer if fewer were learned."""
+    if config.positional_encoding == "learned":
+        return embedding["positional_encoding"]["table"]
+    if config.positional_encoding == "none":
+        return np.zeros((positions, config.d_model), np.float32)
+    table = sinusoidal_encoding(jnp.arange(positions), config.d_model, config.positional_encoding)
+    return np.asarray(table)
+
+
+def check_new_folder(out: str | Path) -> Path:
+    """Return the path of a folder to write. Raises ValueError if it exists and is not empty."""
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} must be a new or an empty folder; it exists. Choose another.")
+    return path
+
+
+def describe(config: ModelConfig) -> str:
+    """Return the model's sizes in a line for people."""
+    sizes = dataclasses.asdict(config)
+    names = ("num_layers", "d_model", "d_ff", "num_heads", "norm", "embeddings", "vocab_size")
+    return ", ".join(f"{name} {sizes[name]}" for name in names)
+
+
+def _shared_or(name: str, config: ModelConfig) -> str:
+    return "embedding" if config.embeddings == "shared" else name

@@ -1,0 +1,173 @@
+"""An export to CTranslate2 has the model's own probabilities and finds its translations."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from reversing_run import reversed_pairs, train_reversing_run
+from tiny_run import LINES, make_tiny_run
+
+import flaxformer_min
+from flaxformer_min.config import DataConfig, DecodingConfig
+from flaxformer_min.decoding.translator import Translator
+
+ctranslate2 = pytest.importorskip("ctranslate2")
+import sentencepiece
+
+PAIRS = [(source, target) for source, target in zip(LINES[:12], LINES[12:24], strict=True)]
+PAIRS += [("a ▁ é\U0001f600", "the red house"), ("", "nine doors"), ("Tür 42", "")]
+
+
+def pieces(translator, texts, side):
+    """What CTranslate2 is given for texts: pieces without EOS, which it adds itself."""
+    tokenizer = (translator.source_tokenizer, translator.target_tokenizer)[side]
+    return [tokenizer.pieces(ids[:-1]) for ids in tokenizer.encode_batch(list(texts))]
+
+
+def differences(run, folder, pairs, **options):
+    """The largest difference of a token's log-probability, ours against CTranslate2's."""
+    ours = Translator.load(run)
+    source, target = (
+        pieces(ours, texts, side) for side, texts in enumerate(zip(*pairs, strict=True))
+    )
+    theirs = ctranslate2.Translator(str(folder), **options).score_batch(source, target)
+    scores = ours.score(pairs)
+    assert [len(each.log_probs) for each in theirs] == [len(each.log_probs) for each in scores]
+    return [
+        np.abs(np.subtract(one.log_probs, other.log_probs)).max()
+        for one, other in zip(scores, theirs, strict=True)
+    ]
+
+
+VARIANTS = [
+    *(
+        {"norm": norm, "positional_encoding": positions, "embeddings": embeddings}
+        for norm, positions, embeddings in itertools.product(
+            ("post", "pre"), ("interleaved", "halves"), ("shared", "target_tied", "separate")
+        )
+    ),
+    {"positional_encoding": "learned", "max_positions": 64},
+    {"positional_encoding": "none", "activation": "swish", "output_bias": True},
+    {"activation": "gelu", "norm_epsilon": 0.01, "norm": "pre"},
+    {"norm_epsilon": 0.01, "num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda each: "-".join(map(str, each.values())))
+def test_every_kind_of_model_keeps_its_probabilities(tmp_path, settings):
+    """Norms, positions, embeddings, activations and epsilons, with random parameters."""
+    run = make_tiny_run(tmp_path / "run", **settings)
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    assert max(differences(run, tmp_path / "out", PAIRS)) < 1e-4
+
+
+def test_the_vocabulary_is_in_the_order_of_our_ids(tmp_path):
+    """Also where each language has its own, and a piece is a quotation mark or a space."""
+    run = make_tiny_run(tmp_path / "run", separate=True)
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    for name, tokenizer in zip(
+        ("source", "target"), flaxformer_min.RunFolder(run).tokenizers(), strict=True
+    ):
+        processor = sentencepiece.SentencePieceProcessor(str(tmp_path / "out" / f"{name}.model"))
+        for text in LINES:
+            assert processor.encode(text) == tokenizer.encode(text)[:-1]
+            by_pieces = processor.encode(text, out_type=str)
+            assert by_pieces == tokenizer.pieces(tokenizer.encode(text)[:-1])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int16", "bfloat16", "float16"])
+def test_quantized_weights_are_smaller_and_nearly_the_same(tmp_path, quantization):
+    """float16 holds 11 bits; int8 and bfloat16 about 8, so a logit may change by some percent."""
+    run = make_tiny_run(tmp_path / "run", d_model=64, d_ff=64)
+    sizes = {}
+    for kind in (None, quantization):
+        out = tmp_path / str(kind)
+        flaxformer_min.export(run, out, format="ctranslate2", quantization=kind)
+        sizes[kind] = (out / "model.bin").stat().st_size
+    # The table of positions stays in float32.
+    weights = sizes[None] - 64 * 4 * 1028
+    assert sizes[quantization] < sizes[None] - 0.4 * weights
+    assert np.mean(differences(run, tmp_path / quantization, PAIRS, compute_type="float32")) < 1.0
+
+
+def test_a_readme_says_how_to_translate(tmp_path, capsys):
+    """Its code runs as it is, and finds the translations of the run."""
+    decoding = DecodingConfig(beam_size=2, max_extra_tokens=4, length_penalty=0.8)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, data=DataConfig(languages="en-de"))
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    names = {"FOLDER": str(tmp_path / "out"), "lines": LINES[:3]}
+    for block in re.findall("```python\n(.*?)```", readme, re.DOTALL):
+        exec(block, names)
+    plain, reranked = map(eval, capsys.readouterr().out.splitlines())
+    assert len(plain) == len(reranked) == 3
+    assert "length_penalty=0.6," in readme and "max(map(len, pieces)) + 5" in readme
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    """Nothing is overwritten, nothing half written is left."""
+    run = make_tiny_run(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(ValueError, match="must be a new or an empty folder"):
+        flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    with pytest.raises(ValueError, match="there is none at"):
+        flaxformer_min.export(tmp_path / "no", tmp_path / "new", format="ctranslate2")
+    with pytest.raises(ValueError, match="quantization must be one of int8"):
+        flaxformer_min.export(run, tmp_path / "new", format="ctranslate2", quantization="int4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trained run, its translator, and 1,000 texts it has not seen."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = train_reversing_run(folder / "run")
+    flaxformer_min.export(run, folder / "out", format="ctranslate2")
+    flaxformer_min.export(run, folder / "int8", format="ctranslate2", quantization="int8")
+    return run, folder, reversed_pairs(1000, seed=1)
+
+
+@pytest.mark.slow
+def test_a_trained_model_keeps_its_probabilities(trained):
+    """300 pairs, within 1e-4 a sentence."""
+    run, folder, pairs = trained
+    assert max(differences(run, folder / "out", pairs[:300])) < 1e-4
+
+
+@pytest.mark.slow
+def test_greedy_translations_are_equal(trained):
+    """For 500 texts."""
+    run, folder, pairs = trained
+    ours = Translator.load(run)
+    lines = [source for source, _ in pairs[:500]]
+    found = ctranslate2.Translator(str(folder / "out")).translate_batch(
+        pieces(ours, lines, 0), beam_size=1, min_decoding_length=0, max_batch_size=64
+    )
+    decode = sentencepiece.SentencePieceProcessor(str(folder / "out" / "target.model")).decode
+    assert [decode(each.hypotheses[0]) for each in found] == ours.translate(lines, beam_size=1)
+
+
+@pytest.mark.slow
+def test_the_recipes_of_the_readme_find_our_beam_search(trained, capsys):
+    """Of 1,000 texts: plain beam 4 at least 96 %, with the sorted hypotheses at least 99.5 %."""
+    run, folder, pairs = trained
+    ours = Translator.load(run)
+    lines = [source for source, _ in pairs]
+    expected = ours.translate(lines)
+    for name in ("out", "int8"):
+        names = {"FOLDER": str(folder / name), "lines": lines}
+        readme = (folder / name / "README.md").read_text()
+        for block in re.findall("```python\n(.*?)```", readme, re.DOTALL):
+            exec(block, names)
+        shares = [
+            np.mean([a == b for a, b in zip(eval(line), expected, strict=True)])
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("[")
+        ]
+        if name == "out":
+            assert shares[0] >= 0.96 and shares[1] >= 0.995
+        else:
+            assert min(shares) >= 0.9
