@@ -16,7 +16,7 @@ def reversed_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
     return [(text, " ".join(word[::-1] for word in reversed(text.split()))) for text in texts]
 
 
-def train_reversing_run(folder: str | Path, steps: int = 500, **settings) -> Path:
+def train_reversing_run(folder: str | Path, steps: int = 800, **settings) -> Path:
     """Train the run and return its folder. `settings` are those of the model."""
     small = {"vocab_size": 300, "num_layers": 2, "d_model": 64, "d_ff": 128, "num_heads": 4}
     pairs = reversed_pairs(1100)

@@ -122,7 +122,7 @@ def test_an_existing_folder_is_left_alone(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A trained run, its translator, and 1,000 texts it has not seen."""
+    """A trained run, its exports, and 1,000 texts it has not seen."""
     folder = tmp_path_factory.mktemp("trained")
     run = train_reversing_run(folder / "run")
     flaxformer_min.export(run, folder / "out", format="ctranslate2")
@@ -137,37 +137,46 @@ def test_a_trained_model_keeps_its_probabilities(trained):
     assert max(differences(run, folder / "out", pairs[:300])) < 1e-4
 
 
+def ending_before_their_limit(ours, lines, **options):
+    """Lines and translations, without those of endless repetition, which each limits its own way."""
+    found = ours.translate(lines, **options)
+    tokens = [len(ids) for ids in ours.target_tokenizer.encode_batch(found)]
+    limits = [len(ids) + 20 for ids in ours.source_tokenizer.encode_batch(lines)]
+    kept = [
+        (line, text)
+        for line, text, length, limit in zip(lines, found, tokens, limits, strict=True)
+        if length < limit
+    ]
+    assert len(kept) > 0.9 * len(lines)
+    return map(list, zip(*kept, strict=True))
+
+
 @pytest.mark.slow
 def test_greedy_translations_are_equal(trained):
     """For 500 texts."""
     run, folder, pairs = trained
     ours = Translator.load(run)
-    lines = [source for source, _ in pairs[:500]]
+    lines = [source for source, _ in pairs[:550]]
+    lines, expected = ending_before_their_limit(ours, lines, beam_size=1)
     found = ctranslate2.Translator(str(folder / "out")).translate_batch(
-        pieces(ours, lines, 0), beam_size=1, min_decoding_length=0, max_batch_size=64
+        pieces(ours, lines[:500], 0), beam_size=1, min_decoding_length=0, max_batch_size=64
     )
     decode = sentencepiece.SentencePieceProcessor(str(folder / "out" / "target.model")).decode
-    assert [decode(each.hypotheses[0]) for each in found] == ours.translate(lines, beam_size=1)
+    assert [decode(each.hypotheses[0]) for each in found] == expected[:500]
 
 
 @pytest.mark.slow
-def test_the_recipes_of_the_readme_find_our_beam_search(trained, capsys):
+@pytest.mark.parametrize("name, plain, reranked", [("out", 0.96, 0.995), ("int8", 0.9, 0.9)])
+def test_the_recipes_of_the_readme_find_our_beam_search(trained, capsys, name, plain, reranked):
     """Of 1,000 texts: plain beam 4 at least 96 %, with the sorted hypotheses at least 99.5 %."""
     run, folder, pairs = trained
-    ours = Translator.load(run)
-    lines = [source for source, _ in pairs]
-    expected = ours.translate(lines)
-    for name in ("out", "int8"):
-        names = {"FOLDER": str(folder / name), "lines": lines}
-        readme = (folder / name / "README.md").read_text()
-        for block in re.findall("```python\n(.*?)```", readme, re.DOTALL):
-            exec(block, names)
-        shares = [
-            np.mean([a == b for a, b in zip(eval(line), expected, strict=True)])
-            for line in capsys.readouterr().out.splitlines()
-            if line.startswith("[")
-        ]
-        if name == "out":
-            assert shares[0] >= 0.96 and shares[1] >= 0.995
-        else:
-            assert min(shares) >= 0.9
+    lines, expected = ending_before_their_limit(Translator.load(run), [one for one, _ in pairs])
+    names = {"FOLDER": str(folder / name), "lines": lines}
+    readme = (folder / name / "README.md").read_text()
+    for block in re.findall("```python\n(.*?)```", readme, re.DOTALL):
+        exec(block, names)
+    found = [eval(line) for line in capsys.readouterr().out.splitlines() if line[:2] == "['"]
+    shares = [np.mean([a == b for a, b in zip(each, expected, strict=True)]) for each in found]
+    print(shares)
+    assert len(shares) == 2
+    assert shares[0] >= plain and shares[1] >= reranked

@@ -9,22 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.batching import LENGTHS
 from flaxformer_min.interop.run_model import (
     ParamsTree,
     RunModel,
     describe,
     layers,
+    nearest_length_penalty,
     position_table,
 )
 from flaxformer_min.tokens import BOS, EOS, UNK
 
 QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
 """Types of the weights on disk, beside float32."""
-
-TYPICAL_LENGTH = 15
-"""Tokens of a usual translation, for which the two length penalties are made equal."""
 
 
 def write_ctranslate2(model: RunModel, folder: Path, quantization: str | None = None) -> None:
@@ -124,19 +121,6 @@ def _set_vocabularies(spec: Any, model: RunModel) -> None:
     spec.config.add_source_bos = False
     spec.config.add_source_eos = True
     spec.config.add_attribute("layer_norm_epsilon", model.config.norm_epsilon)
-
-
-def nearest_length_penalty(decoding: DecodingConfig) -> float:
-    """Return the `length_penalty` of CTranslate2 that comes nearest to the run's own.
-
-    CTranslate2 divides by length ** penalty, we by ((5 + length) / 6) ** alpha. Around a length L
-    both weigh one more token alike if penalty = alpha L / (L + 5).
-
-    >>> nearest_length_penalty(DecodingConfig(length_penalty=0.6))
-    0.45
-    """
-    share = TYPICAL_LENGTH / (TYPICAL_LENGTH + 5)
-    return round(decoding.length_penalty * share, 4)
 
 
 def _readme(model: RunModel, quantization: str | None) -> str:

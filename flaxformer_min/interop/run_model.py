@@ -15,6 +15,9 @@ from flaxformer_min.runs.folder import RunFolder, Tokenizers
 
 ParamsTree = dict[str, Any]
 
+TYPICAL_SHARE = 15 / (15 + 5)
+"""L / (L + 5) for translations of usual length, for which two length penalties are made equal."""
+
 
 class RunModel(NamedTuple):
     """What a run translates with.
@@ -69,6 +72,18 @@ def position_table(config: ModelConfig, embedding: ParamsTree, positions: int) -
         return np.zeros((positions, config.d_model), np.float32)
     table = sinusoidal_encoding(jnp.arange(positions), config.d_model, config.positional_encoding)
     return np.asarray(table)
+
+
+def nearest_length_penalty(decoding: DecodingConfig) -> float:
+    """Return the exponent of the length that comes nearest to the run's own length penalty.
+
+    CTranslate2 and Hugging Face divide by length ** penalty, we by ((5 + length) / 6) ** alpha.
+    Around a length L both weigh one more token alike if penalty = alpha L / (L + 5).
+
+    >>> nearest_length_penalty(DecodingConfig(length_penalty=0.6))
+    0.45
+    """
+    return round(decoding.length_penalty * TYPICAL_SHARE, 4)
 
 
 def check_new_folder(out: str | Path) -> Path:
