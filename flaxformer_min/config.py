@@ -47,6 +47,10 @@ class DataConfig:
     target_row_length: int = setting(64, at_least=8)
     """Target tokens per row; see `source_row_length`."""
 
+    tokenizers: Literal["trained", "imported"] = setting("trained")
+    """Trained on this text (or by the run of `training.init_from`), or those of an imported model.
+    """
+
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: draw another segmentation of each training sentence in each epoch (subword
     regularization, Kudo 2018). This is Kudo's α: a smaller one draws more diverse segmentations;

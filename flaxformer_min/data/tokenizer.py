@@ -58,20 +58,8 @@ class Tokenizer:
     def __init__(self, model: bytes, where: str | Path = "the tokenizer"):
         """Read the model and check its ids."""
         self.model = model
-        self._processor = _processor(model, where)
-        processor = self._processor
-        special = {
-            "PAD": processor.pad_id(),
-            "UNK": processor.unk_id(),
-            "BOS": processor.bos_id(),
-            "EOS": processor.eos_id(),
-        }
-        if special != SPECIAL_IDS:
-            raise ValueError(
-                f"{where} must have the ids {_ids(SPECIAL_IDS)}; it has {_ids(special)}. Train it "
-                "with train_tokenizer, or with SentencePiece's options --pad_id=0 --unk_id=1 "
-                "--bos_id=2 --eos_id=3."
-            )
+        self._processor = processor = read_processor(model, where)
+        check_special_ids(processor, where)
         self._space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         if UNK in self._space_bytes:
             raise ValueError(
@@ -87,12 +75,7 @@ class Tokenizer:
 
         Raises ValueError as the class does, and if the file cannot be read.
         """
-        try:
-            return cls(Path(path).read_bytes(), path)
-        except OSError as error:
-            raise ValueError(
-                f"A tokenizer must be a readable file; {path}: {error.strerror}."
-            ) from error
+        return cls(read_bytes(path), path)
 
     @property
     def vocab_size(self) -> int:
@@ -114,7 +97,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, several times faster than one by one."""
         for index, text in enumerate(texts):
-            _check_text(text, index)
+            check_text(text, index)
         batch = self._processor.encode(list(texts), add_eos=True)
         for index, text in enumerate(texts):
             if SPACE in text:
@@ -259,7 +242,18 @@ def _training_error(error: str, vocab_size: int) -> str:
     return f"SentencePiece cannot train a vocabulary of {vocab_size} pieces: {error}"
 
 
-def _processor(model: bytes, where: str | Path) -> sentencepiece.SentencePieceProcessor:
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a tokenizer's file. Raises ValueError if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"A tokenizer must be a readable file; {path}: {error.strerror}."
+        ) from error
+
+
+def read_processor(model: bytes, where: str | Path) -> sentencepiece.SentencePieceProcessor:
+    """Return SentencePiece's processor. Raises ValueError if `model` is not of SentencePiece."""
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
@@ -271,7 +265,24 @@ def _processor(model: bytes, where: str | Path) -> sentencepiece.SentencePiecePr
     return processor
 
 
-def _check_text(text: str, index: int) -> None:
+def check_special_ids(processor: sentencepiece.SentencePieceProcessor, where: str | Path) -> None:
+    """Raise ValueError unless PAD, UNK, BOS and EOS have our ids."""
+    special = {
+        "PAD": processor.pad_id(),
+        "UNK": processor.unk_id(),
+        "BOS": processor.bos_id(),
+        "EOS": processor.eos_id(),
+    }
+    if special != SPECIAL_IDS:
+        raise ValueError(
+            f"{where} must have the ids {_ids(SPECIAL_IDS)}; it has {_ids(special)}. Train it "
+            "with train_tokenizer, or with SentencePiece's options --pad_id=0 --unk_id=1 "
+            "--bos_id=2 --eos_id=3."
+        )
+
+
+def check_text(text: str, index: int) -> None:
+    """Raise ValueError for a text with a lone surrogate."""
     if text.isascii():
         return
     try:

@@ -105,9 +105,11 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
     if config.training.init_from:
         former = RunFolder(config.training.init_from)
         former.check_model(config.model)
+        _check_tokenizers(config, former.config())
         for tokenizer, path in zip(former.tokenizers(), paths, strict=True):
             write_atomically(path, tokenizer.model)
         return
+    _check_tokenizers(config, None)
     data, model = config.data, config.model
     stride = -(-len(pairs) // data.tokenizer_sample)
 
@@ -134,6 +136,17 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
         return
     for side, vocab_size in enumerate((model.source_vocab_size, model.vocab_size)):
         train_one(paths[side], vocab_size, (side,))
+
+
+def _check_tokenizers(config: Config, former: Config | None) -> None:
+    """Raise ValueError unless the tokenizers of an imported model come from a run that has them."""
+    kind = "trained" if former is None else former.data.tokenizers
+    if config.data.tokenizers != kind:
+        raise ValueError(
+            f"data.tokenizers must be {kind!r}, as those of the run that this one begins with"
+            f"{' (none: see training.init_from)' * (former is None)}; got "
+            f"{config.data.tokenizers!r}. Begin with the config.json of that run."
+        )
 
 
 def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> EncodedPairs:

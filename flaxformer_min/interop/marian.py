@@ -24,6 +24,7 @@ from flaxformer_min.interop.run_model import (
     ParamsTree,
     RunModel,
     describe,
+    leaf,
     nearest_length_penalty,
 )
 from flaxformer_min.interop.safetensors import write_safetensors
@@ -60,13 +61,6 @@ def marian_weights(config: ModelConfig, params: ParamsTree) -> dict[str, np.ndar
     path = bias_path(config)
     bias = np.zeros(config.vocab_size, np.float32) if path is None else leaf(params, path)
     return {FINAL_BIAS: bias[None, :], **weights}
-
-
-def leaf(params: ParamsTree, path: tuple[str, ...]) -> Any:
-    """Return what nested dictionaries hold under these keys."""
-    for name in path:
-        params = params[name]
-    return params
 
 
 def _convert(tensor: Tensor, params: ParamsTree, order: np.ndarray | None) -> np.ndarray:

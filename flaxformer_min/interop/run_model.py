@@ -11,7 +11,9 @@ import numpy as np
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
 from flaxformer_min.model.positions import sinusoidal_encoding
+from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import RunFolder, Tokenizers
+from flaxformer_min.tokens import Batch, Tokens
 
 ParamsTree = dict[str, Any]
 
@@ -64,6 +66,20 @@ def layers(params: ParamsTree, config: ModelConfig) -> Iterator[ParamsTree]:
         yield params[f"layer_{number}"]
 
 
+def leaf(params: ParamsTree, path: tuple[str, ...]) -> Any:
+    """Return what nested dictionaries hold under these keys."""
+    for name in path:
+        params = params[name]
+    return params
+
+
+def param_shapes(config: ModelConfig) -> ParamsTree:
+    """Return the shape of each parameter of a model; nothing is computed."""
+    row = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
+    return jax.eval_shape(Transformer(config).init, jax.random.key(0), batch)["params"]
+
+
 def position_table(config: ModelConfig, embedding: ParamsTree, positions: int) -> np.ndarray:
     """Return what is added to the embeddings, [positions d_model]; fewer if fewer were learned."""
     if config.positional_encoding == "learned":
@@ -71,7 +87,7 @@ def position_table(config: ModelConfig, embedding: ParamsTree, positions: int) -
     if config.positional_encoding == "none":
         return np.zeros((positions, config.d_model), np.float32)
     table = sinusoidal_encoding(jnp.arange(positions), config.d_model, config.positional_encoding)
-    return np.asarray(table)
+    return np.array(table)
 
 
 def nearest_length_penalty(decoding: DecodingConfig) -> float:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
+from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, steps_of
 from flaxformer_min.runs.restore import restore_params
@@ -97,12 +98,23 @@ class RunFolder:
 
         Raises ValueError if one is missing or is not a valid tokenizer.
         """
-        names = self._tokenizer_names(self.config())
+        config = self.config()
+        names = self._tokenizer_names(config)
         missing = [name for name in names if not (self.path / name).exists()]
         if missing:
             raise ValueError(
                 f"{self.path} is incomplete: it has no {missing[0]}. Restore it from a backup."
             )
+        if config.data.tokenizers == "imported":
+            sizes = (
+                config.model.source_vocab_size or config.model.vocab_size,
+                config.model.vocab_size,
+            )
+            source, target = (
+                ImportedTokenizer.load(self.path / name, size)
+                for name, size in zip(names, sizes, strict=True)
+            )
+            return source, target
         loaded = {name: Tokenizer.load(self.path / name) for name in set(names)}
         return loaded[names[0]], loaded[names[1]]
 
@@ -277,7 +289,7 @@ class RunFolder:
 
     @staticmethod
     def _tokenizer_names(config: Config) -> tuple[str, str]:
-        if config.model.source_vocab_size is None:
+        if config.model.source_vocab_size is None and config.data.tokenizers == "trained":
             return "tokenizer.model", "tokenizer.model"
         return "source_tokenizer.model", "target_tokenizer.model"
 

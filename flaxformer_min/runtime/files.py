@@ -70,7 +70,7 @@ def folder_atomically(path: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
     try:
         yield scratch
-        for file in scratch.iterdir():
+        for file in (path for path in scratch.iterdir() if path.is_file()):
             with file.open("rb+") as opened:
                 os.fsync(opened.fileno())
         os.chmod(scratch, 0o777 & ~_umask())

@@ -1,0 +1,218 @@
+"""Import of Marian models in Hugging Face's format, such as OPUS-MT's, as run folders.
+
+Everything in the files must be understood: a setting, tensor or token that is not is an error that
+names it. Nothing is executed or unpickled.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
+from flaxformer_min.data.corpora import GIVEN
+from flaxformer_min.interop.marian_settings import Settings, read_settings
+from flaxformer_min.interop.marian_tensors import FINAL_BIAS, bias_path, tensors
+from flaxformer_min.interop.run_model import ParamsTree, check_new_folder, leaf, param_shapes
+from flaxformer_min.interop.safetensors import parse_json, read_safetensors
+from flaxformer_min.interop.vocabulary import (
+    Vocabulary,
+    make_vocabulary,
+    read_vocabulary,
+    sentencepiece_model,
+)
+from flaxformer_min.languages import parse_languages
+from flaxformer_min.model.positions import sinusoidal_encoding
+from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runtime.files import folder_atomically, write_atomically
+
+WEIGHTS = "model.safetensors"
+
+PICKLED = ("pytorch_model.bin", "rust_model.ot", "tf_model.h5", "flax_model.msgpack")
+"""Weights in other formats, of which the first can execute code when it is read."""
+
+TOLERANCE = 1e-4
+"""Of a saved table of positions, which may have been computed or stored in another precision."""
+
+
+class MarianModel(NamedTuple):
+    """A Marian model as read.
+
+    weights:      by the names of `MarianMTModel`, as float32.
+    vocabularies: of source and target; one object where they share it.
+    segmenters:   the bytes of both SentencePiece models.
+    """
+
+    settings: Settings
+    weights: dict[str, np.ndarray]
+    vocabularies: tuple[Vocabulary, Vocabulary]
+    segmenters: tuple[bytes, bytes]
+
+
+def import_marian(folder: Path, run: Path) -> None:
+    """Make the run folder `run` from a folder of Hugging Face."""
+    run = check_new_folder(run)
+    write_run(read_marian(folder), run)
+
+
+def read_marian(folder: Path) -> MarianModel:
+    """Return the model in a folder of Hugging Face."""
+    settings = read_settings(folder)
+    weights = read_safetensors(_weights_file(folder))
+    source = _vocabulary(folder / "vocab.json", settings, settings.vocab_sizes[0])
+    target = source
+    if settings.separate_vocabularies:
+        target = _vocabulary(folder / "target_vocab.json", settings, settings.vocab_sizes[1])
+    segmenters = tuple(
+        sentencepiece_model(read_file(folder / name), vocabulary, folder / name)
+        for name, vocabulary in (("source.spm", source), ("target.spm", target))
+    )
+    return MarianModel(settings, weights, (source, target), segmenters)
+
+
+def write_run(marian: MarianModel, run: Path) -> None:
+    """Write a run folder that translates with the model: settings, tokenizers and a checkpoint."""
+    config = _config(marian)
+    params = convert_weights(config.model, marian)
+    with folder_atomically(run) as scratch:
+        folder = RunFolder(scratch)
+        write_atomically(scratch / "config.json", config.to_json())
+        for side, model in zip(("source", "target"), marian.segmenters, strict=True):
+            write_atomically(scratch / f"{side}_tokenizer.model", model)
+        folder.tokenizers()
+        checkpoints = folder.open_checkpoints(config)
+        checkpoints.save(0, {"params": params}, {})
+        checkpoints.close()
+
+
+def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
+    """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors."""
+    source, target = marian.vocabularies
+    weights, shapes = dict(marian.weights), param_shapes(config)
+    params: ParamsTree = {}
+    for each in tensors(config):
+        vocabulary, axis = None, 0
+        if each.path[-1] == "table":
+            vocabulary = source if "source" in each.path[0] else target
+        elif each.path[0] == "output_projection":
+            vocabulary, axis = target, 1
+        shape = list(leaf(shapes, each.path).shape)
+        if vocabulary is not None:
+            shape[axis] -= vocabulary.added
+        values = _take(weights, each.name, shape[::-1] if each.is_kernel else shape)
+        values = values.T if each.is_kernel else values
+        if vocabulary is not None:
+            values = vocabulary.reorder(values, axis)
+        _set(params, each.path, np.ascontiguousarray(values))
+    weights.setdefault(FINAL_BIAS, np.zeros((1, _imported_size(target)), np.float32))
+    bias = _take(weights, FINAL_BIAS, [1, _imported_size(target)])
+    if (path := bias_path(config)) is not None:
+        _set(params, path, target.reorder_bias(bias[0]))
+    _check_rest(weights, marian)
+    return params
+
+
+def _imported_size(vocabulary: Vocabulary) -> int:
+    return len(vocabulary.pieces) - vocabulary.added
+
+
+def _take(weights: dict[str, np.ndarray], name: str, shape: list[int]) -> np.ndarray:
+    if name not in weights:
+        raise ValueError(f"{WEIGHTS} must have the tensor {name!r}; it is missing.")
+    values = weights.pop(name)
+    if list(values.shape) != shape:
+        raise ValueError(
+            f"{WEIGHTS}: {name!r} must have the shape {shape} that config.json gives it; it has "
+            f"{list(values.shape)}."
+        )
+    return values
+
+
+def read_file(path: Path) -> bytes:
+    """Return a file's bytes. Raises ValueError if there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} must have a file {path.name}; it is missing.")
+    return path.read_bytes()
+
+
+def _weights_file(folder: Path) -> Path:
+    path = folder / WEIGHTS
+    if path.is_file():
+        return path
+    if (folder / f"{WEIGHTS}.index.json").exists():
+        raise ValueError(f"{folder} holds its weights in parts; save it with one {WEIGHTS}.")
+    found = [name for name in PICKLED if (folder / name).exists()]
+    if not found:
+        raise ValueError(f"{folder} must have a file {WEIGHTS}; it is missing.")
+    raise ValueError(
+        f"{folder} has its weights as {found[0]}, which is not read, because a pickle may execute "
+        'anything. Convert it: python -c "from transformers import MarianMTModel as M; '
+        f"M.from_pretrained('{folder}').save_pretrained('{folder}')\"."
+    )
+
+
+def _vocabulary(path: Path, settings: Settings, size: int) -> Vocabulary:
+    content = parse_json(read_file(path), path)
+    pieces = read_vocabulary(content, path, size)
+    for name, number in settings.named_specials.items():
+        if content.get(name) != number:
+            raise ValueError(
+                f"{path} must give {name!r} the id {number}, as config.json does; got "
+                f"{content.get(name)!r}."
+            )
+    if "<unk>" not in content:
+        raise ValueError(f"{path} must have the piece '<unk>'; it is missing.")
+    return make_vocabulary(pieces, settings.specials(content["<unk>"]))
+
+
+def _config(marian: MarianModel) -> Config:
+    settings, target = marian.settings, marian.vocabularies[1]
+    bias = marian.weights.get(FINAL_BIAS)
+    tied = settings.model.embeddings != "separate"
+    has_bias = target.added or (bias is not None and bool(bias.any()))
+    return Config(
+        data=DataConfig(
+            corpus=GIVEN, languages=_languages(settings.languages), tokenizers="imported"
+        ),
+        model=settings.with_vocabulary(
+            [len(each.pieces) for each in marian.vocabularies], output_bias=tied and has_bias
+        ),
+        decoding=DecodingConfig(
+            beam_size=settings.beam_size, length_penalty=settings.length_penalty
+        ),
+    )
+
+
+def _languages(pair: tuple[str, str]) -> str:
+    """Return the languages as a setting, or nothing where they are not two names."""
+    try:
+        return "-".join(parse_languages("-".join(pair)))
+    except ValueError:
+        return ""
+
+
+def _set(params: ParamsTree, path: tuple[str, ...], values: np.ndarray) -> None:
+    for name in path[:-1]:
+        params = params.setdefault(name, {})
+    params[path[-1]] = values
+
+
+def _check_rest(weights: dict[str, np.ndarray], marian: MarianModel) -> None:
+    """Some files repeat tied weights or hold the table of positions; anything else is unknown."""
+    for name, values in weights.items():
+        if name.endswith("embed_positions.weight"):
+            _check_positions(name, values, marian.settings.model.d_model)
+            continue
+        tied = ("model.shared.weight", "model.decoder.embed_tokens.weight")
+        twins = [marian.weights[one] for one in tied if one in marian.weights and one != name]
+        repeated = name == "lm_head.weight" or name.endswith("embed_tokens.weight")
+        if not repeated or not any(np.array_equal(values, twin) for twin in twins):
+            raise ValueError(f"{WEIGHTS}: the tensor {name!r} is not understood.")
+
+
+def _check_positions(name: str, values: np.ndarray, d_model: int) -> None:
+    if values.ndim == 2 and values.shape[1] == d_model:
+        expected = np.asarray(sinusoidal_encoding(np.arange(len(values)), d_model, "halves"))
+        if np.abs(values - expected).max(initial=0) < TOLERANCE:
+            return
+    raise ValueError(f"{WEIGHTS}: {name!r} must hold sines and then cosines; it holds others.")
