@@ -48,8 +48,7 @@ class DataConfig:
     """Target tokens per row; see `source_row_length`."""
 
     tokenizers: Literal["trained", "imported"] = setting("trained")
-    """Trained on this text (or by the run of `training.init_from`), or those of an imported model.
-    """
+    """Those this library trains, or those of an imported model (see docs/interop.md)."""
 
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: draw another segmentation of each training sentence in each epoch (subword
@@ -112,8 +111,7 @@ class ModelConfig:
     """Of the feed-forward network: max(0, x) (the paper), x · sigmoid(x), or x · Φ(x)."""
 
     norm: Literal["post", "pre"] = setting("post")
-    """Layer norm after each residual sum (the paper), or before each sub-layer and after the last
-    layer."""
+    """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
 
     norm_epsilon: float = setting(1e-6, more_than=0)
     """Added to the variance in each layer norm."""
@@ -125,8 +123,7 @@ class ModelConfig:
     of each of `max_positions` positions (table 3, row E); or none, for ablations."""
 
     max_positions: int = setting(0, at_least=0)
-    """Number of positions of positional_encoding="learned": the longer of the two row lengths. 0
-    with the other encodings, which have no limit."""
+    """Positions that "learned" has vectors for: the longer row length. 0: no limit, no vectors."""
 
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
     """One matrix for source, target and output (the paper); one for target and output; or three
@@ -149,8 +146,7 @@ class ModelConfig:
     2016). Takes less memory and more time; the result is the same."""
 
     architecture: str = setting("")
-    """Class name of the model passed as `train(model=...)`; empty for this package's Transformer.
-    Set by `train`, so that a run is only loaded with the same model."""
+    """Class of the model of `train(model=...)`, set by `train`; empty: this package's."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
@@ -183,9 +179,7 @@ class ModelConfig:
                 f"{self.attention_dropout}. Set it to 0, or choose attention='explicit'."
             )
         if self.embeddings == "separate" and self.output_bias:
-            raise ValueError(
-                "model.output_bias must be left out with embeddings='separate', which has a bias."
-            )
+            raise ValueError("model.output_bias is for tied embeddings; 'separate' has a bias.")
         if self.embeddings == "shared" and self.source_vocab_size is not None:
             raise ValueError(
                 "model.embeddings='shared' needs one vocabulary for both languages; got "
