@@ -270,7 +270,8 @@ def search(
     if competing:
         state = loop.step(rows, state)
     batch = prefix.last.shape[0]
-    few = min(max(FEW, -(-batch // 4)), batch)
+    # A symbolic size of jax.export cannot be compared: then no sentences are taken apart.
+    few = min(max(FEW, -(-batch // 4)), batch) if isinstance(batch, int) else batch
     leave = few if few < batch else 0
     capacities = [capacity for capacity in capacities if capacity < steps]
     for number, capacity in enumerate(capacities or [steps]):

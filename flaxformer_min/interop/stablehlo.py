@@ -1,0 +1,116 @@
+"""Export of the whole search as one StableHLO program, which runs with jax alone.
+
+`jax.export` keeps the number of sentences and their length symbolic, and lowers for CPU, CUDA and
+TPU at once. The program is data: to load it, nothing of this package is needed.
+"""
+
+import string
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax import export
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.batching import LENGTHS
+from flaxformer_min.decoding.search import no_prefix, search
+from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe
+from flaxformer_min.model.attention import batched_attention_weights, batched_weighted_sum
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import PAD, one_sentence_per_row
+
+PROGRAM, WEIGHTS = "translate.stablehlo", "weights.npz"
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+MOST_SENTENCES = 1024
+"""Sentences of a call. The longest of them may have LENGTHS[-1] tokens, as in this package."""
+
+
+class PlainAttention(MultiHeadAttention):
+    """Attention by equation 1 for rows of any length, which need not be known."""
+
+    def attend(self, query: Any, attended: Any, mask: Any) -> Any:
+        """Return what each query gathers."""
+        weights = batched_attention_weights(query, attended.keys, mask)
+        return batched_weighted_sum(weights, attended.values)
+
+
+def write_stablehlo(model: RunModel, folder: Path, weights_inside: bool = False) -> None:
+    """Write the program, its weights (inside of it, or beside it), tokenizers and a README.md."""
+    flat = traverse_util.flatten_dict(model.params, sep="/")
+    program = make_program(model)
+    longest = model.config.max_positions or LENGTHS[-1]
+    constraints = ("sentences >= 1", f"sentences <= {MOST_SENTENCES}")
+    constraints += ("length >= 1", f"length <= {longest}")
+    shape = export.symbolic_shape("sentences, length", constraints=constraints)
+    source = jax.ShapeDtypeStruct(shape, jnp.int32)
+    if weights_inside:
+        exported = export.export(jax.jit(partial(program, flat)), platforms=PLATFORMS)(source)
+    else:
+        np.savez(folder / WEIGHTS, **flat)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), flat)
+        exported = export.export(jax.jit(program), platforms=PLATFORMS)(shapes, source)
+    (folder / PROGRAM).write_bytes(exported.serialize())
+    for name, tokenizer in zip(("source", "target"), model.tokenizers, strict=True):
+        (folder / f"{name}.model").write_bytes(tokenizer.model)
+    (folder / "README.md").write_text(_readme(model, longest, weights_inside), encoding="utf-8")
+
+
+def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
+    """Return the search as a function of flat weights and source ids [sentences length].
+
+    It returns the ids of the best translations, which end in EOS and then PAD, and their
+    log-probabilities in nats.
+    """
+    transformer = Transformer(model.config, encoder_attention=PlainAttention)
+    decoding = model.decoding
+    options = {"beam_size": decoding.beam_size, "length_penalty": decoding.length_penalty}
+
+    def translate(flat: ParamsTree, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+        params = {"params": traverse_util.unflatten_dict(flat, sep="/")}
+        apply = partial(transformer.apply, params)
+        tokens = one_sentence_per_row(source)
+        encoded = apply(tokens, method="encode")
+        cross = apply(encoded, tokens, method="precompute_cross_attention")
+        steps = source.shape[1] + decoding.max_extra_tokens
+        cache, _ = apply(cross, decoding.beam_size, steps, method="prefill")
+
+        def decode_step(newest: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            return apply(newest, cross, cache, method="decode_step")
+
+        def reorder(cache: Any, parents: jax.Array) -> Any:
+            return cache.reorder(parents)
+
+        limits = _limits(model.config, (source != PAD).sum(1) + decoding.max_extra_tokens)
+        prefix = no_prefix(source.shape[0])
+        found = search(decode_step, reorder, cache, prefix, limits, steps=steps, **options)
+        return found.ids[:, 0], found.log_prob[:, 0]
+
+    return translate
+
+
+def _limits(config: ModelConfig, limits: jax.Array) -> jax.Array:
+    return jnp.minimum(limits, config.max_positions) if config.max_positions else limits
+
+
+def _readme(model: RunModel, longest: int, weights_inside: bool) -> str:
+    template = Path(__file__).with_name("stablehlo_readme.md").read_text(encoding="utf-8")
+    load = f'weights = dict(np.load(f"{{FOLDER}}/{WEIGHTS}"))\n'
+    return string.Template(template).substitute(
+        sizes=describe(model.config),
+        program=PROGRAM,
+        load="" if weights_inside else load,
+        arguments="source" if weights_inside else "weights, source",
+        beam_size=model.decoding.beam_size,
+        alpha=model.decoding.length_penalty,
+        extra=model.decoding.max_extra_tokens,
+        sentences=MOST_SENTENCES,
+        longest=longest,
+    )

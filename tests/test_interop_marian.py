@@ -1,0 +1,478 @@
+"""Models of Hugging Face's Marian: exported, imported, and the same numbers in both libraries."""
+
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+from reversing_run import reversed_pairs, train_reversing_run
+from tiny_run import LINES, make_tiny_run
+
+import flaxformer_min
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.marian_import import read_marian
+from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
+from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.tokens import BOS
+
+PAIRS = [(source, target) for source, target in zip(LINES[:12], LINES[12:24], strict=True)]
+VARIANTS = [
+    {"positional_encoding": "halves"},
+    {"positional_encoding": "interleaved", "num_layers": 2},
+    {"embeddings": "target_tied", "activation": "swish"},
+    {"embeddings": "separate", "activation": "gelu", "num_heads": 4},
+    {"output_bias": True, "positional_encoding": "halves"},
+]
+
+
+def export_and_import(run, folder):
+    """Return the folder of Hugging Face, and the run that it becomes again."""
+    flaxformer_min.export(run, folder / "marian", format="marian")
+    flaxformer_min.import_model(folder / "marian", folder / "again")
+    return folder / "marian", folder / "again"
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda each: "-".join(map(str, each.values())))
+def test_what_was_exported_comes_back(tmp_path, settings):
+    """Every bit of it, where the sines and cosines of ours are halves too."""
+    run = make_tiny_run(tmp_path / "run", **settings)
+    before = RunFolder(run)
+    after = RunFolder(export_and_import(run, tmp_path)[1])
+    changed = {"norm_epsilon": 1e-5, "positional_encoding": "halves"}
+    expected = {**vars(before.model_config()), **changed}
+    assert vars(after.model_config()) == expected
+    old, new = (jax.device_get(each.params().params) for each in (before, after))
+    if before.config().model.positional_encoding == "halves":
+        jax.tree.map(np.testing.assert_array_equal, old, new)
+    else:
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.sort(a), np.sort(b)), old, new)
+    for one, other in zip(before.tokenizers(), after.tokenizers(), strict=True):
+        assert [one.encode(text) for text in LINES] == [other.encode(text) for text in LINES]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"norm": "pre"}, "post-norm layers only"),
+        ({"positional_encoding": "none"}, "sinusoidal positions only"),
+    ],
+)
+def test_a_model_that_marian_cannot_express_is_refused(tmp_path, settings, message):
+    """With the reason, and without a folder."""
+    run = make_tiny_run(tmp_path / "run", **settings)
+    with pytest.raises(ValueError, match=message):
+        flaxformer_min.export(run, tmp_path / "out", format="marian")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def marian(tmp_path):
+    """A folder as an export writes it."""
+    run = make_tiny_run(tmp_path / "run", positional_encoding="halves")
+    flaxformer_min.export(run, tmp_path / "marian", format="marian")
+    return tmp_path / "marian"
+
+
+def rewrite(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "gone"}))
+
+
+CONFIG = [
+    ({"model_type": "bart"}, "model_type must be 'marian'; got 'bart'"),
+    ({"normalize_before": True}, "normalize_before must be False; got True"),
+    ({"frobnicate": 1}, "the setting 'frobnicate' is not understood"),
+    ({"scale_embedding": False}, "scale_embedding must be True"),
+    ({"activation_function": "tanh"}, "activation_function must be one of relu"),
+    ({"decoder_layers": 2}, "encoder_layers and decoder_layers must be equal; got 1 and 2"),
+    ({"d_model": 32}, "must have the shape .* of config.json|must have the shape"),
+    ({"d_model": "32"}, "d_model must be a whole number; got '32'"),
+    ({"encoder_attention_heads": 3, "decoder_attention_heads": 3}, "multiple of model.num_heads"),
+    ({"vocab_size": 9, "decoder_vocab_size": 9}, "ids must be whole numbers from 0 to 8"),
+    ({"eos_token_id": 5}, "must give '</s>' the id 5"),
+    ({"pad_token_id": 10**9}, "pad_token_id must be below"),
+    ({"forced_bos_token_id": 7}, "forced_bos_token_id must be None; got 7"),
+    ({"encoder_layers": 10**9, "decoder_layers": 10**9}, "must have the tensor|at most"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CONFIG, ids=lambda each: str(each)[:40])
+def test_a_setting_that_is_not_understood_is_named(marian, tmp_path, changes, message):
+    """And no run is made of it."""
+    rewrite(marian / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_tokens_that_may_not_be_produced_are_those_that_never_are(marian, tmp_path):
+    """<pad>, <unk> and the start; a list of words would be another search."""
+    rewrite(marian / "generation_config.json", bad_words_ids=[[0], [50], [60]])
+    with pytest.raises(ValueError, match="bad_words_ids may hold"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+    rewrite(marian / "generation_config.json", bad_words_ids=[[7, 8]])
+    with pytest.raises(ValueError, match="single tokens only"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+def replace_piece(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_vocabulary_with_repeated_or_missing_ids_is_refused(marian, tmp_path):
+    """Each in a sentence that names the id."""
+    path = marian / "vocab.json"
+    whole = path.read_text()
+    pieces = json.loads(whole)
+    last = max(pieces, key=pieces.get)
+
+    def refused(text, message):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            flaxformer_min.import_model(marian, tmp_path / "again")
+
+    refused(json.dumps({**pieces, last: 7}), "the id 7 is that of")
+    refused(
+        json.dumps({k: v for k, v in pieces.items() if k != last}),
+        f"no piece has the id {pieces[last]}",
+    )
+    refused(json.dumps({**pieces, last: -1}), "ids must be whole numbers")
+    refused(json.dumps({**pieces, last: True}), "ids must be whole numbers")
+    refused(whole.replace("{", '{"<pad>": 0,', 1), "'<pad>' comes twice")
+    refused(whole[:-20], "must hold JSON")
+    refused("[" * 100_000, "must hold JSON")
+    refused("[]", "must hold a JSON object")
+
+
+def header_of(path):
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def with_header(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_damaged_weights_are_refused(marian, tmp_path):
+    """A truncated header, a claim of 2 GB, shapes and offsets that contradict the bytes."""
+    path = marian / "model.safetensors"
+    whole = path.read_bytes()
+    header, data = header_of(path)
+    name = "model.shared.weight"
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            flaxformer_min.import_model(marian, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+    for content in (b"", whole[:5], whole[:100], struct.pack("<Q", 2 * 10**9) + whole[8:]):
+        path.write_bytes(content)
+        refused("its header claims")
+    path.write_bytes(struct.pack("<Q", 2**63) + whole[8:])
+    refused("its header claims 9,223,372,036,854,775,808 bytes")
+    path.write_bytes(whole[:-4])
+    refused("damaged or truncated")
+    path.write_bytes(whole + b"more")
+    refused("4 bytes that belong to no tensor")
+    for entry, message in (
+        ({**header[name], "shape": [2**31, 2**31]}, "does not fit"),
+        ({**header[name], "shape": [-1, 4]}, "must have a shape"),
+        ({**header[name], "dtype": "O"}, "type of 'model.shared.weight' must be one of"),
+        ({**header[name], "data_offsets": [0, 2 * 10**9]}, "does not fit"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "expected it from"),
+        ("gone", "must have a shape"),
+    ):
+        with_header(path, {**header, name: entry}, data)
+        refused(message)
+    with_header(path, {**header, "model.shared.wait": header.pop(name)}, data)
+    refused("must have the tensor 'model.shared.weight'")
+
+
+def test_a_tensor_that_is_not_understood_is_named(marian, tmp_path):
+    """A repeated tied matrix is one that is; another with its name is not."""
+    path = marian / "model.safetensors"
+    weights = read_safetensors(path)
+    table = weights["model.shared.weight"]
+    write_safetensors(path, {**weights, "lm_head.weight": table})
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    for name, values in (("lm_head.weight", table + 1), ("model.encoder.rotary", table)):
+        write_safetensors(path, {**weights, name: values})
+        with pytest.raises(ValueError, match=f"'{name}' is not understood"):
+            flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_a_pickle_is_not_read(marian, tmp_path):
+    """The error says how to convert it."""
+    (marian / "model.safetensors").rename(marian / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="a pickle may execute anything. Convert it: python -c"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+def test_half_precision_is_read_as_it_was_written(tmp_path):
+    """Little-endian bytes of each type, written by hand."""
+    path = tmp_path / "half.safetensors"
+    header = {
+        "half": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]},
+        "brain": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [4, 8]},
+        "double": {"dtype": "F64", "shape": [], "data_offsets": [8, 16]},
+    }
+    with_header(
+        path, header, struct.pack("<2e", 1.5, -2) + b"\x80\x3f\x00\xc0" + struct.pack("<d", 3)
+    )
+    found = read_safetensors(path)
+    assert found["half"].tolist() == [1.5, -2]
+    assert found["brain"].tolist() == [[1, -2]]
+    assert found["double"] == 3 and found["double"].shape == ()
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Hugging Face's library with torch, quiet."""
+    pytest.importorskip("torch")
+    library = pytest.importorskip("transformers")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Recommended. pip install sacremoses", "ignore::DeprecationWarning"
+)
+
+
+def logits_of(model, batches, epsilon=None, double=False):
+    """Logits of a MarianMTModel for [batch length] ids, which have no padding."""
+    import torch
+
+    model = model.double() if double else model.float()
+    for module in model.eval().modules():
+        if epsilon is not None and hasattr(module, "normalized_shape"):
+            module.eps = epsilon
+    source, target = (torch.tensor(ids) for ids in batches)
+    with torch.no_grad():
+        return model(input_ids=source, decoder_input_ids=target).logits.numpy()
+
+
+def ours_of(run, source, target):
+    """Our logits for the same: `target` is the decoder's input, from BOS on."""
+    from flaxformer_min.tokens import Batch, one_sentence_per_row
+
+    translator = Translator.load(run)
+    labels = np.concatenate([target[:, 1:], np.full((len(target), 1), 3)], axis=1)
+    batch = Batch(one_sentence_per_row(np.asarray(source)), one_sentence_per_row(labels))
+    return np.asarray(translator.models[0].apply({"params": translator.runner.params[0]}, batch))
+
+
+def random_ids(vocab_size, seed=0, start=BOS):
+    rng = np.random.default_rng(seed)
+    source = rng.integers(4, vocab_size, (3, 9))
+    target = np.concatenate([np.full((3, 1), start), rng.integers(4, vocab_size, (3, 6))], axis=1)
+    return source, target
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda each: "-".join(map(str, each.values())))
+def test_exported_logits_are_the_same_in_hugging_face(tmp_path, transformers, settings):
+    """With our epsilon; float32 rounds logits of up to 30 at about 2e-6."""
+    run = make_tiny_run(tmp_path / "run", **settings)
+    flaxformer_min.export(run, tmp_path / "out", format="marian")
+    model = transformers.MarianMTModel.from_pretrained(tmp_path / "out")
+    source, target = random_ids(RunFolder(run).model_config().vocab_size)
+    theirs = logits_of(model, (source, target), epsilon=1e-6)
+    difference = np.abs(theirs - ours_of(run, source, target)).max()
+    print("largest difference of logits:", difference)
+    assert difference < 2e-5 * max(1, np.abs(theirs).max())
+
+
+def opus_like(transformers, folder, spm, seed=0, **settings):
+    """Write an OPUS-MT-shaped model with transformers: random weights, its ids and its files."""
+    import torch
+
+    pieces = [spm.id_to_piece(number) for number in range(spm.vocab_size())]
+    words = [piece for piece in pieces if piece not in ("<pad>", "<unk>", "<s>", "</s>")]
+    vocabulary = ["</s>", "<unk>", *words[::-1], ">>deu<<", "漢", "<pad>"]
+    size = len(vocabulary)
+    torch.manual_seed(seed)
+    small = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))
+    }
+    config = transformers.MarianConfig(
+        **{
+            **small,
+            "vocab_size": size,
+            "d_model": 32,
+            "activation_function": "swish",
+            "scale_embedding": True,
+            "pad_token_id": size - 1,
+            "eos_token_id": 0,
+            "forced_eos_token_id": 0,
+            "decoder_start_token_id": size - 1,
+            "max_position_embeddings": 128,
+            "init_std": 0.3,
+            **settings,
+        }
+    )
+    model = transformers.MarianMTModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)
+        model.model.shared.weight[-1] = 0
+        model.final_logits_bias.normal_(0, 1)
+        model.final_logits_bias[0, -1] = 0
+    model.generation_config.bad_words_ids = [[size - 1]]
+    model.generation_config.num_beams = 4
+    model.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({p: i for i, p in enumerate(vocabulary)}))
+    for name in ("source.spm", "target.spm"):
+        (folder / name).write_bytes(spm.serialized_model_proto())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"source_lang": "eng", "target_lang": "deu"})
+    )
+    return model.eval()
+
+
+@pytest.fixture
+def opus(tmp_path, transformers):
+    """An OPUS-MT-shaped folder, its model, and the run that it becomes."""
+    import sentencepiece
+
+    (tmp_path / "text").write_text("\n".join(LINES * 3) + "\nÄ Ö ü é")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    spm = sentencepiece.SentencePieceProcessor(str(tmp_path / "spm.model"))
+    model = opus_like(transformers, tmp_path / "opus", spm)
+    flaxformer_min.import_model(tmp_path / "opus", tmp_path / "run")
+    return tmp_path / "opus", model, tmp_path / "run"
+
+
+def test_a_model_that_transformers_wrote_has_the_same_logits(opus, tmp_path):
+    """In its own order of ids, which ours is permuted from; BOS never gets a probability."""
+    folder, model, run = opus
+    order = read_marian(folder).vocabularies[1].order
+    source, target = random_ids(len(order))
+    theirs = logits_of(model, (order[source], order[target]))
+    ours = ours_of(run, source, target)
+    difference = np.abs(ours - theirs[:, :, order])[:, :, np.arange(len(order)) != BOS].max()
+    print("largest difference of logits:", difference, "of", np.abs(theirs).max())
+    assert difference < 2e-5 * max(1, np.abs(theirs).max())
+    assert np.exp(ours[:, :, BOS] - ours.max(-1)).max() < 1e-30
+
+
+TEXTS = [
+    *LINES,
+    "",
+    " ",
+    "two  spaces ",
+    "Ärger über Öl",
+    "unknown: \u4e16\u754c \U0001f600",
+    "漢",
+    "a漢b",
+    ">>deu<< the red house",
+    ">>fra<< the red house",
+    ">>deu<<the house",
+    "the >>deu<< house",
+    "tab\there",
+    "ﬁne ① ½ Ａ",
+    "▁",
+    "the▁house",
+    "\u200b",
+    "e\u0301",
+]
+
+
+def test_texts_become_the_ids_that_marian_tokenizer_gives_them(opus, transformers):
+    """Unknown characters, pieces of the other side, tags, normalization: all as there."""
+    folder, _, run = opus
+    order = read_marian(folder).vocabularies[0].order
+    theirs = transformers.MarianTokenizer.from_pretrained(folder)
+    ours = RunFolder(run).tokenizers()[0]
+    rng = np.random.default_rng(0)
+    letters = [*"abcdefghij klmnop rst uvwxyz ", "é", "漢", "Ä", "½", "\u3000", ">", "<"]
+    random_texts = ["".join(rng.choice(letters, rng.integers(1, 30))) for _ in range(2000)]
+    for text in [*TEXTS, *random_texts]:
+        assert order[ours.encode(text)].tolist() == theirs(text).input_ids, text
+
+
+def test_greedy_translations_are_those_of_generate(opus, transformers):
+    """Of a random model, which repeats itself until its limit: 20 tokens and EOS."""
+    folder, model, run = opus
+    theirs = transformers.MarianTokenizer.from_pretrained(folder)
+    translator = Translator.load(run)
+    order = read_marian(folder).vocabularies[1].order
+    for line in LINES[:5]:
+        batch = theirs([line], return_tensors="pt")
+        length = batch["input_ids"].shape[1]
+        bad = [[len(order) - 2], [1]]  # <pad>, and <unk>, which ours never produces
+        found = model.generate(
+            **batch,
+            num_beams=1,
+            max_new_tokens=length + 8,
+            max_length=None,
+            bad_words_ids=bad,
+            forced_eos_token_id=None,
+        )[0]
+        text = theirs.decode(found, skip_special_tokens=True)
+        ours = translator.translate([line], beam_size=1, max_extra_tokens=9)[0]
+        assert ours.strip() == text
+
+
+def test_an_imported_run_can_be_fine_tuned_and_exported(opus, tmp_path):
+    """Its settings and tokenizers go on; the run that starts from it exports to both formats."""
+    import dataclasses
+
+    from flaxformer_min import train
+
+    _, _, run = opus
+    config = RunFolder(run).config()
+    training = dataclasses.replace(
+        config.training, init_from=str(run), steps=4, warmup_steps=2, validation_sentences=0
+    )
+    data = dataclasses.replace(
+        config.data, source_row_length=32, target_row_length=32, rows_per_batch=4
+    )
+    config = dataclasses.replace(config, training=training, data=data)
+    pairs = {"train": PAIRS * 4, "validation": PAIRS[:4]}
+    result = train(config, tmp_path / "fine", pairs=pairs)
+    assert result.step == 4 and np.isfinite(result.validation["loss"])
+    flaxformer_min.export(tmp_path / "fine", tmp_path / "out", format="marian")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="data.tokenizers must be 'imported'"):
+        wrong = dataclasses.replace(config, data=dataclasses.replace(data, tokenizers="trained"))
+        train(wrong, tmp_path / "wrong", pairs=pairs)
+    with pytest.raises(ValueError, match="data.tokenizers must be 'trained'"):
+        alone = dataclasses.replace(config, training=dataclasses.replace(training, init_from=""))
+        train(alone, tmp_path / "alone", pairs=pairs)
+
+
+@pytest.mark.slow
+def test_a_trained_model_translates_alike_in_hugging_face(tmp_path, transformers):
+    """Greedily, 300 texts that end before their limit; and logits within 2e-5."""
+    run = train_reversing_run(tmp_path / "run")
+    flaxformer_min.export(run, tmp_path / "out", format="marian")
+    model = transformers.MarianMTModel.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.MarianTokenizer.from_pretrained(tmp_path / "out")
+    lines = [source for source, _ in reversed_pairs(300, seed=1)]
+    ours = Translator.load(run).translate(lines, beam_size=1)
+    batch = tokenizer(lines, return_tensors="pt", padding=True)
+    found = model.generate(**batch, num_beams=1, max_new_tokens=60, max_length=None)
+    theirs = tokenizer.batch_decode(found, skip_special_tokens=True)
+    ended = [number for number, text in enumerate(ours) if len(text) < 60]
+    assert len(ended) > 270
+    assert [theirs[number] for number in ended] == [ours[number] for number in ended]
+    source, target = random_ids(RunFolder(run).model_config().vocab_size)
+    difference = logits_of(model, (source, target), epsilon=1e-6) - ours_of(run, source, target)
+    print("largest difference of logits:", np.abs(difference).max())
+    assert np.abs(difference).max() < 2e-5

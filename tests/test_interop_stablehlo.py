@@ -1,0 +1,95 @@
+"""The exported search runs with jax alone, and finds the translations of the run."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from reversing_run import reversed_pairs, train_reversing_run
+from tiny_run import LINES, make_tiny_run
+
+import flaxformer_min
+from flaxformer_min.config import DecodingConfig
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.run_model import read_run
+from flaxformer_min.interop.stablehlo import write_stablehlo
+
+pytest.importorskip("flatbuffers")
+
+ALONE = """
+import importlib.abc, json, re, sys
+
+class Barred(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("flaxformer_min", "flax", "orbax", "optax"):
+            raise ImportError(f"{name} is barred")
+
+sys.meta_path.insert(0, Barred())
+FOLDER, calls = sys.argv[1], json.load(sys.stdin)
+readme = open(f"{FOLDER}/README.md").read()
+(code,) = re.findall("```python\\n(.*?)```", readme, re.DOTALL)
+for lines in calls:
+    exec(code)
+    print(json.dumps([[i for i in ids if i] for ids in found.tolist()]))
+"""
+"""Runs the README's code for each list of texts; prints their ids, without padding."""
+
+
+def ids_alone(folder, *calls):
+    """What a process finds in which neither this package nor flax can be imported."""
+    command = [sys.executable, "-c", ALONE, str(folder)]
+    done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+
+
+def ids_of(translator, lines):
+    """Our ids of the best translations."""
+    sources = dict(enumerate(translator.source_tokenizer.encode_batch(lines)))
+    found = {}
+    searched = translator.runner.search(sources, dict.fromkeys(sources, []), translator.options())
+    for batch, hypotheses in searched:
+        for row, number in enumerate(batch):
+            found[number] = [i for i in hypotheses.ids[row, 0].tolist() if i]
+    return [found[number] for number in range(len(lines))]
+
+
+@pytest.mark.parametrize(
+    "beam_size, inside, settings",
+    [
+        (1, False, {}),
+        (3, True, {"norm": "pre", "embeddings": "separate"}),
+        (2, False, {"positional_encoding": "learned", "max_positions": 64, "output_bias": True}),
+    ],
+)
+def test_the_same_program_runs_alone_for_every_shape(tmp_path, beam_size, inside, settings):
+    """Two calls with other numbers of texts and other lengths, on one artifact."""
+    decoding = DecodingConfig(beam_size=beam_size, max_extra_tokens=6, batch_size=8)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, **settings)
+    (tmp_path / "out").mkdir()
+    write_stablehlo(read_run(run), tmp_path / "out", weights_inside=inside)
+    assert (tmp_path / "out" / "weights.npz").exists() is not inside
+    translator = Translator.load(run)
+    calls = [LINES[:3], ["a longer line than these, with other words", *LINES[3:9]]]
+    assert ids_alone(tmp_path / "out", *calls) == [ids_of(translator, lines) for lines in calls]
+
+
+def test_one_artifact_serves_every_platform(tmp_path):
+    """Its own record says for which it was lowered, and how many texts it takes."""
+    from jax import export
+
+    run = make_tiny_run(tmp_path / "run")
+    flaxformer_min.export(run, tmp_path / "out", format="stablehlo")
+    program = export.deserialize(bytearray((tmp_path / "out" / "translate.stablehlo").read_bytes()))
+    assert program.platforms == ("cpu", "cuda", "tpu")
+    assert re.fullmatch(r"int32\[sentences,length\]", program.in_avals[-1].str_short())
+
+
+@pytest.mark.slow
+def test_a_trained_model_finds_the_same_translations(tmp_path):
+    """Of 200 texts, beam 4."""
+    run = train_reversing_run(tmp_path / "run", steps=400)
+    flaxformer_min.export(run, tmp_path / "out", format="stablehlo")
+    lines = [source for source, _ in reversed_pairs(200, seed=1)]
+    assert ids_alone(tmp_path / "out", lines) == [ids_of(Translator.load(run), lines)]
