@@ -7,6 +7,7 @@ names it. Nothing is executed or unpickled.
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
@@ -87,6 +88,11 @@ def write_run(marian: MarianModel, run: Path) -> None:
 
 def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
     """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors."""
+    if config.num_layers > len(marian.weights):  # before a model of so many layers is laid out
+        raise ValueError(
+            f"{WEIGHTS} must have the {config.num_layers:,} layers that config.json gives it; it "
+            f"has {len(marian.weights):,} tensors."
+        )
     source, target = marian.vocabularies
     weights, shapes = dict(marian.weights), param_shapes(config)
     params: ParamsTree = {}
@@ -212,7 +218,7 @@ def _check_rest(weights: dict[str, np.ndarray], marian: MarianModel) -> None:
 
 def _check_positions(name: str, values: np.ndarray, d_model: int) -> None:
     if values.ndim == 2 and values.shape[1] == d_model:
-        expected = np.asarray(sinusoidal_encoding(np.arange(len(values)), d_model, "halves"))
-        if np.abs(values - expected).max(initial=0) < TOLERANCE:
+        expected = sinusoidal_encoding(jnp.arange(len(values)), d_model, "halves")
+        if np.abs(values - np.asarray(expected)).max(initial=0) < TOLERANCE:
             return
     raise ValueError(f"{WEIGHTS}: {name!r} must hold sines and then cosines; it holds others.")

@@ -132,13 +132,15 @@ def read_settings(folder: Path) -> Settings:
     _check_tokenizer(tokenizer, folder)
     search = {**config, **generation}
     start, pad = config["decoder_start_token_id"], config["pad_token_id"]
-    _check_generation(search, pad, folder)
     source_size = config["vocab_size"]
     target_size = config.get("decoder_vocab_size") or source_size
+    if type(target_size) is not int or target_size < 0:
+        raise ValueError(f"{path}: decoder_vocab_size must be a whole number; got {target_size!r}.")
     shared = _flag(config, "share_encoder_decoder_embeddings", path)
     if shared and source_size != target_size:
         raise ValueError(f"{path}: shared embeddings need one vocab_size; got two.")
     _check_id_range(config, target_size, path)
+    _check_generation(search, pad, folder)
     return Settings(
         model=_model_config(config, shared, (source_size, target_size), path),
         vocab_sizes=(source_size, target_size),

@@ -72,21 +72,22 @@ def read_vocabulary(content: dict[str, Any], path: Path, size: int) -> list[str]
 
     Raises ValueError unless each id from 0 to `size` - 1 comes exactly once.
     """
-    pieces: list[str | None] = [None] * size
+    pieces: dict[int, str] = {}
     for piece, number in content.items():
         if type(number) is not int or not 0 <= number < size:
             raise ValueError(
                 f"{path}: ids must be whole numbers from 0 to {size - 1:,}, one for each embedding;"
                 f" got {number!r} of {piece!r}."
             )
-        if pieces[number] is not None:
+        if number in pieces:
             raise ValueError(
-                f"{path}: the id {number} is that of {pieces[number]!r} and {piece!r}."
+                f"{path}: the id {number} is that of {pieces[number]!r} and of {piece!r}."
             )
         pieces[number] = piece
-    if None in pieces:
-        raise ValueError(f"{path}: no piece has the id {pieces.index(None)}, of {size:,}.")
-    return [piece for piece in pieces if piece is not None]
+    if len(pieces) < size:
+        missing = next(number for number in range(size) if number not in pieces)
+        raise ValueError(f"{path}: no piece has the id {missing}, of {size:,}.")
+    return [pieces[number] for number in range(size)]
 
 
 def sentencepiece_model(model: bytes, vocabulary: Vocabulary, path: Path) -> bytes:
