@@ -40,6 +40,7 @@ def other(field):
     """A value that a setting may have and that is not its default."""
     named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
+    named["output_bias"] = False  # for only tied logits have it: see `BIASED`
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
         return named[field.name]
@@ -62,13 +63,15 @@ EVERYTHING_OTHERWISE = Config(
 
 FUSED = Config(model=ModelConfig(attention="fused"))
 LEARNED = Config(model=ModelConfig(positional_encoding="learned", max_positions=64))
+BIASED = Config(model=ModelConfig(output_bias=True))
 SPECIAL = {("model", "attention"): FUSED, ("model", "max_positions"): LEARNED}
+SPECIAL[("model", "output_bias")] = BIASED
 
 
 @pytest.mark.parametrize(
     "config",
-    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED],
-    ids=["defaults", "others", "fused", "learned"],
+    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED],
+    ids=["defaults", "others", "fused", "learned", "biased"],
 )
 def test_a_config_survives_the_round_trip_through_json(config):
     """Nothing is lost, even if no setting has its default."""
@@ -298,10 +301,11 @@ def test_differences_name_what_a_continued_run_must_not_change():
 
 MUST_STAY = """
 data.corpus data.languages data.rows_per_batch data.source_row_length data.target_row_length
-data.tokenizer_sample data.subword_sampling
+data.tokenizer_sample data.subword_sampling data.tokenizers
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.max_positions model.embeddings model.architecture
+model.activation model.norm_epsilon model.output_bias
 training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
 training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
 training.seed training.r_drop training.ema_decay training.best_by training.init_from

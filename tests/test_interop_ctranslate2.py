@@ -140,7 +140,7 @@ def test_a_trained_model_keeps_its_probabilities(trained):
 
 
 def ending_before_their_limit(ours, lines, **options):
-    """Lines and translations, without those of endless repetition, which each limits its own way."""
+    """Lines and translations without endless repetition, which each library cuts its own way."""
     found = ours.translate(lines, **options)
     tokens = [len(ids) for ids in ours.target_tokenizer.encode_batch(found)]
     limits = [len(ids) + 20 for ids in ours.source_tokenizer.encode_batch(lines)]

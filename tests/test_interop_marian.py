@@ -90,7 +90,7 @@ CONFIG = [
     ({"scale_embedding": False}, "scale_embedding must be True"),
     ({"activation_function": "tanh"}, "activation_function must be one of relu"),
     ({"decoder_layers": 2}, "encoder_layers and decoder_layers must be equal; got 1 and 2"),
-    ({"d_model": 32}, "must have the shape .* of config.json|must have the shape"),
+    ({"d_model": 32}, "must have the shape .* that the settings give it"),
     ({"d_model": "32"}, "d_model must be a whole number; got '32'"),
     ({"encoder_attention_heads": 3, "decoder_attention_heads": 3}, "multiple of model.num_heads"),
     ({"vocab_size": 9, "decoder_vocab_size": 9}, "ids must be whole numbers from 0 to 8"),
@@ -488,3 +488,186 @@ def test_a_trained_model_translates_alike_in_hugging_face(tmp_path, transformers
     difference = logits_of(model, (source, target), epsilon=1e-6) - ours_of(run, source, target)
     print("largest difference of logits:", np.abs(difference).max())
     assert np.abs(difference).max() < 2e-5
+
+
+MODEL_YML = """\
+dec-cell: gru
+dec-depth: 2
+dim-emb: 32
+dim-vocabs:
+  - {size}
+  - {size}
+enc-depth: 2
+input-types:
+  []
+layer-normalization: false
+tied-embeddings-all: true
+transformer-decoder-autoreg: self-attention
+transformer-dim-ffn: 48
+transformer-ffn-activation: swish
+transformer-ffn-depth: 2
+transformer-heads: 4
+transformer-postprocess: dan
+transformer-postprocess-emb: d
+transformer-postprocess-top: ""
+transformer-preprocess: ""
+transformer-tied-layers:
+  []
+transformer-train-position-embeddings: false
+type: transformer
+version: v1.10.0 6f6d4846 2021-02-06 15:35:16 -0800
+"""
+"""The settings within an .npz of Marian."""
+
+OF_LAYER = {"self_attn.q_proj": "self_{}q", "self_attn.k_proj": "self_{}k"}
+OF_LAYER |= {"self_attn.v_proj": "self_{}v", "self_attn.out_proj": "self_{}o"}
+OF_LAYER |= {"encoder_attn.q_proj": "context_{}q", "encoder_attn.k_proj": "context_{}k"}
+OF_LAYER |= {"encoder_attn.v_proj": "context_{}v", "encoder_attn.out_proj": "context_{}o"}
+OF_LAYER |= {"fc1": "ffn_{}1", "fc2": "ffn_{}2"}
+NORMS = {"self_attn_layer_norm": "self_Wo", "encoder_attn_layer_norm": "context_Wo"}
+NORMS |= {"final_layer_norm": "ffn_ffn"}
+
+
+def marians_own(model):
+    """The arrays that Marian stores: matrices [in out], everything else [1 n], no <pad>."""
+    arrays = {}
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        parts = name.split(".")
+        if name == "final_logits_bias":
+            arrays["decoder_ff_logit_out_b"] = values[:, :-1]
+        elif name == "model.shared.weight":
+            arrays["Wemb"] = values[:-1]
+        elif "layers" in parts:
+            box, kind = ".".join(parts[4:-1]), parts[-1]
+            layer = f"{parts[1]}_l{int(parts[3]) + 1}_"
+            if box in NORMS:
+                kind = {"weight": "scale", "bias": "bias"}[kind]
+                arrays[f"{layer}{NORMS[box]}_ln_{kind}"] = values[None]
+            elif kind == "weight":
+                arrays[layer + OF_LAYER[box].format("W")] = values.T
+            else:
+                arrays[layer + OF_LAYER[box].format("b")] = values[None]
+    return arrays
+
+
+@pytest.fixture
+def of_marian(opus, tmp_path):
+    """The OPUS-MT-shaped model as Marian's own files."""
+    folder, model, run = opus
+    pieces = json.loads((folder / "vocab.json").read_text())
+    del pieces["<pad>"]
+    own = tmp_path / "of_marian"
+    own.mkdir()
+    settings = MODEL_YML.format(size=len(pieces)).encode() + b"\0"
+    arrays = {"special:model.yml": np.frombuffer(settings, np.int8), **marians_own(model)}
+    np.savez(own / "opus.npz", **arrays)
+    quoted = [(json.dumps(piece, ensure_ascii=False), number) for piece, number in pieces.items()]
+    (own / "opus.vocab.yml").write_text("".join(f"{piece}: {number}\n" for piece, number in quoted))
+    for name in ("source.spm", "target.spm"):
+        (own / name).write_bytes((folder / name).read_bytes())
+    (own / "decoder.yml").write_text(
+        "models:\n  - opus.npz\nvocabs:\n  - opus.vocab.yml\n  - opus.vocab.yml\nbeam-size: 6\n"
+    )
+    return own, arrays, run
+
+
+def test_marians_own_files_are_the_model_that_hugging_face_has(of_marian, tmp_path):
+    """Every parameter; only <pad>, which Marian has not, gets no probability here."""
+    own, _, run = of_marian
+    flaxformer_min.import_model(own, tmp_path / "again")
+    both = [RunFolder(folder) for folder in (run, tmp_path / "again")]
+    configs = [folder.model_config() for folder in both]
+    assert vars(configs[1]) == {**vars(configs[0]), "norm_epsilon": 1e-6}
+    old, new = (jax.device_get(folder.params().params) for folder in both)
+    assert new["output_bias"][0] == -100
+    old["output_bias"][0] = -100
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+    old, new = (folder.tokenizers() for folder in both)
+    assert [old[0].encode(text) for text in TEXTS] == [new[0].encode(text) for text in TEXTS]
+    translations = [Translator.load(folder.path).translate(LINES[:5]) for folder in both]
+    assert translations[0] == translations[1]
+
+
+def test_marians_settings_that_are_not_understood_are_named(of_marian, tmp_path):
+    """A recurrent decoder, a pre-norm, other depths; and a file without settings."""
+    own, arrays, _ = of_marian
+
+    def refused(message, **changed):
+        np.savez(own / "opus.npz", **{**arrays, **changed})
+        with pytest.raises(ValueError, match=message):
+            flaxformer_min.import_model(own, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+    def settings(old, new):
+        text = arrays["special:model.yml"].tobytes().decode()
+        assert old in text
+        return {"special:model.yml": np.frombuffer(text.replace(old, new).encode(), np.int8)}
+
+    refused("autoreg must be 'self-attention'; got 'rnn'", **settings("self-attention", "rnn"))
+    refused("preprocess must be ''; got 'n'", **settings('preprocess: ""', "preprocess: n"))
+    refused("enc-depth and dec-depth must be equal", **settings("dec-depth: 2", "dec-depth: 1"))
+    refused("dim-emb must be a whole number", **settings("dim-emb: 32", "dim-emb: x"))
+    refused("activation must be relu or swish; got 'gelu'", **settings("swish", "gelu"))
+    refused("line 1: .* is not understood", **settings("dec-cell: gru", "  dec-cell"))
+    refused("tied-layers must be ''", **settings("tied-layers:\n  []", "tied-layers:\n  - 1"))
+    refused("'Wtype' is not understood", Wtype=np.zeros((2, 2), np.float32))
+    refused("must have the shape", encoder_l1_ffn_W1=np.zeros((32, 7), np.float32))
+    arrays = {name: values for name, values in arrays.items() if "model.yml" not in name}
+    refused("must hold 'special:model.yml'")
+
+
+def test_hostile_files_of_marian_are_refused(of_marian, tmp_path):
+    """A pickle, a claim of 2 GB, a zip bomb, a truncated file, a path that leaves the folder."""
+    import zipfile
+
+    own, arrays, _ = of_marian
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            flaxformer_min.import_model(own, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+    whole = (own / "opus.npz").read_bytes()
+    (own / "opus.npz").write_bytes(whole[:-100])
+    refused("must be a whole .npz")
+    np.savez(own / "opus.npz", Wemb=np.array([{"a": 1}], object))
+    refused("must be a whole .npz")
+    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<f4', 'fortran_order': False, "
+    header += b"'shape': (1000000000, 2), }".ljust(0x76 - len(header) + 10 - 1) + b"\n"
+    with zipfile.ZipFile(own / "opus.npz", "w") as archive:
+        archive.writestr("Wemb.npy", header)
+    refused("claims 8,000,000,000 bytes")
+    with zipfile.ZipFile(own / "opus.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("Wemb.npy", bytes(10_000_000))
+    refused("claims 10,000,000 bytes of")
+    (own / "opus.npz").write_bytes(whole)
+    outside = tmp_path / "outside.yml"
+    outside.write_bytes((own / "opus.vocab.yml").read_bytes())
+    (own / "decoder.yml").write_text("models: [opus.npz]\nvocabs: [../outside.yml]\n")
+    refused("'../outside.yml' leaves the folder")
+    (own / "decoder.yml").write_text(f"models: [{tmp_path}/opus.npz]\nvocabs: [opus.vocab.yml]\n")
+    refused("leaves the folder")
+    (own / "decoder.yml").write_text("models: [opus.npz]\nvocabs: [opus.vocab.yml]\n")
+    lines = (own / "opus.vocab.yml").read_text().splitlines(keepends=True)
+    (own / "opus.vocab.yml").write_text("".join([*lines, lines[5]]))
+    refused("comes twice")
+    (own / "opus.vocab.yml").write_text("".join(lines[:-1]))
+    refused("no piece has the id")
+    (own / "opus.vocab.yml").write_text("".join([*lines, "nothing\n"]))
+    refused(r"line \d+: 'nothing' is not understood")
+
+
+def test_keys_of_a_vocabulary_are_texts(tmp_path):
+    """What YAML would read as truth, nothing or a number; quotes, escapes and long keys."""
+    from flaxformer_min.interop.yaml import read_mapping
+
+    keys = ["yes", "~", "null", '"', ":", "1", "\x85", "long", "▁\u2028", "it's", "::"]
+    text = (
+        'yes: 0\n~: 1\nnull: 2\n"\\"": 3\n\':\': 4\n1: 5\n"\\x85": 6\n'
+    text += '? long\n: 7\n"▁\\u2028": 8\n'
+    )
+    text += "'it''s': 9\n::: 10\n"
+    assert list(read_mapping(text.encode(), tmp_path).items()) == [
+        (key, number) for number, key in enumerate(keys)
+    ]

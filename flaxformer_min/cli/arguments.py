@@ -148,6 +148,8 @@ def _add_interop(commands: Any) -> None:
         help="CTranslate2, MarianMTModel of Hugging Face, or a program for any jax (no default)")
     add("--quantization", choices=("int8", "int16", "float16", "bfloat16"),
         help="type of CTranslate2's weights (default: float32)")
+    add("--weights", choices=("inside", "beside"),
+        help="where a StableHLO program has its weights (default: beside)")
     purpose = "make a run from a Marian model, such as OPUS-MT's"
     parser = _add_command(commands, "import", purpose, import_)
     add = parser.add_argument

@@ -11,7 +11,8 @@ def export(args: argparse.Namespace, stop: Stop) -> int:
     _quiet_orbax()
     from flaxformer_min.interop import export as write
 
-    write(args.runs[0], args.out, format=args.format, quantization=args.quantization)
+    options = {"quantization": args.quantization, "weights": args.weights}
+    write(args.runs[0], args.out, format=args.format, **options)
     print(f"{args.out} holds the model; its README.md shows how to use it.", file=sys.stderr)
     return 0
 

@@ -4,25 +4,44 @@ from pathlib import Path
 
 FORMATS = ("ctranslate2", "marian", "stablehlo")
 
+OPTIONS = {
+    "quantization": ("ctranslate2", ("int8", "int16", "float16", "bfloat16")),
+    "weights": ("stablehlo", ("inside", "beside")),
+}
+"""The format and the values of each option."""
+
 
 def export(
-    run: str | Path, out: str | Path, *, format: str, quantization: str | None = None
+    run: str | Path,
+    out: str | Path,
+    *,
+    format: str,
+    quantization: str | None = None,
+    weights: str | None = None,
 ) -> None:
     """Write the model that a run translates with as a folder `out` in another format.
 
     format:       "ctranslate2", "marian" (Hugging Face) or "stablehlo"; see docs/interop.md.
     quantization: of CTranslate2's weights: "int8", "int16", "float16" or "bfloat16"; None: float32.
+    weights:      of StableHLO: "inside" of the program, or "beside" it, which None means, too.
 
     Raises ValueError for a run that the format cannot express, and for a folder that exists;
-    ImportError where ctranslate2 is not installed.
+    ImportError where ctranslate2 or flatbuffers is not installed.
     """
     from flaxformer_min.interop.run_model import check_new_folder, read_run
     from flaxformer_min.runtime.files import folder_atomically
 
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}.")
+    _check_choice("format", format, FORMATS)
     path = check_new_folder(out)
-    _check_quantization(format, quantization)
+    for name, value in (("quantization", quantization), ("weights", weights)):
+        if value is not None:
+            own_format, choices = OPTIONS[name]
+            _check_choice(name, value, choices)
+            if format != own_format:
+                raise ValueError(
+                    f"{name} is an option of format={own_format!r}; got it with {format!r}. Leave "
+                    "it out."
+                )
     model = read_run(run)
     with folder_atomically(path) as folder:
         if format == "ctranslate2":
@@ -36,7 +55,7 @@ def export(
         else:
             from flaxformer_min.interop.stablehlo import write_stablehlo
 
-            write_stablehlo(model, folder)
+            write_stablehlo(model, folder, weights_inside=weights == "inside")
 
 
 def import_model(model: str | Path, run: str | Path) -> None:
@@ -50,17 +69,6 @@ def import_model(model: str | Path, run: str | Path) -> None:
     import_marian(Path(model), Path(run))
 
 
-def _check_quantization(format: str, quantization: str | None) -> None:
-    if quantization is None:
-        return
-    from flaxformer_min.interop.ctranslate2 import QUANTIZATIONS
-
-    if format != "ctranslate2":
-        raise ValueError(
-            f"quantization is an option of format 'ctranslate2'; got it with {format!r}. Leave it "
-            "out."
-        )
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(
-            f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}."
-        )
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")

@@ -20,9 +20,6 @@ from flaxformer_min.interop.run_model import (
 )
 from flaxformer_min.tokens import BOS, EOS, UNK
 
-QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
-"""Types of the weights on disk, beside float32."""
-
 
 def write_ctranslate2(model: RunModel, folder: Path, quantization: str | None = None) -> None:
     """Write a folder that `ctranslate2.Translator` opens, with tokenizers and a README.md."""

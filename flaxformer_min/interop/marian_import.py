@@ -1,17 +1,27 @@
-"""Import of Marian models in Hugging Face's format, such as OPUS-MT's, as run folders.
+"""Import of Marian models, such as OPUS-MT's, as run folders.
+
+Read are folders in Hugging Face's format, and Marian's own .npz (see marian_npz.py).
 
 Everything in the files must be understood: a setting, tensor or token that is not is an error that
 names it. Nothing is executed or unpickled.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
 from flaxformer_min.data.corpora import GIVEN
+from flaxformer_min.interop.marian_npz import (
+    find_model,
+    hugging_face_names,
+    read_npz,
+    read_pieces,
+    segmenters,
+    settings_of,
+)
 from flaxformer_min.interop.marian_settings import Settings, read_settings
 from flaxformer_min.interop.marian_tensors import FINAL_BIAS, bias_path, tensors
 from flaxformer_min.interop.run_model import ParamsTree, check_new_folder, leaf, param_shapes
@@ -51,24 +61,50 @@ class MarianModel(NamedTuple):
 
 
 def import_marian(folder: Path, run: Path) -> None:
-    """Make the run folder `run` from a folder of Hugging Face."""
+    """Make the run folder `run` from a folder of Hugging Face, or of Marian itself."""
     run = check_new_folder(run)
-    write_run(read_marian(folder), run)
+    if not folder.is_dir():
+        raise ValueError(f"a model is a folder; there is none at {folder}.")
+    of_marian = not (folder / "config.json").exists() and any(folder.glob("*.npz"))
+    of_marian = of_marian or (folder / "decoder.yml").exists()
+    write_run(read_npz_model(folder) if of_marian else read_marian(folder), run)
 
 
 def read_marian(folder: Path) -> MarianModel:
     """Return the model in a folder of Hugging Face."""
     settings = read_settings(folder)
     weights = read_safetensors(_weights_file(folder))
-    source = _vocabulary(folder / "vocab.json", settings, settings.vocab_sizes[0])
+    source = _read_vocabulary(folder / "vocab.json", settings, settings.vocab_sizes[0])
     target = source
     if settings.separate_vocabularies:
-        target = _vocabulary(folder / "target_vocab.json", settings, settings.vocab_sizes[1])
+        target = _read_vocabulary(folder / "target_vocab.json", settings, settings.vocab_sizes[1])
     segmenters = tuple(
         sentencepiece_model(read_file(folder / name), vocabulary, folder / name)
         for name, vocabulary in (("source.spm", source), ("target.spm", target))
     )
     return MarianModel(settings, weights, (source, target), segmenters)
+
+
+def read_npz_model(folder: Path) -> MarianModel:
+    """Return the model in a folder with Marian's own files."""
+    path, files = find_model(folder)
+    arrays = read_npz(path)
+    settings = settings_of(arrays, path)
+    vocabularies = []
+    for file, size in zip((files[0], files[-1]), settings.vocab_sizes, strict=True):
+        content = read_pieces(file)
+        if "<pad>" in content:
+            raise ValueError(f"{file}: '<pad>' is not understood; Marian has none.")
+        vocabularies.append(_vocabulary(file, {**content, "<pad>": size - 1}, settings, size))
+    source, target = vocabularies
+    if not settings.separate_vocabularies and source.pieces != target.pieces:
+        raise ValueError(f"{path} shares one table of embeddings; its vocabularies must be equal.")
+    models = tuple(
+        sentencepiece_model(read_file(file), vocabulary, file)
+        for file, vocabulary in zip(segmenters(folder, files), vocabularies, strict=True)
+    )
+    weights = hugging_face_names(arrays, settings.model)
+    return MarianModel(settings, weights, (source, target), models)
 
 
 def write_run(marian: MarianModel, run: Path) -> None:
@@ -90,7 +126,7 @@ def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
     """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors."""
     if config.num_layers > len(marian.weights):  # before a model of so many layers is laid out
         raise ValueError(
-            f"{WEIGHTS} must have the {config.num_layers:,} layers that config.json gives it; it "
+            f"{WEIGHTS} must have the {config.num_layers:,} layers that the settings give it; it "
             f"has {len(marian.weights):,} tensors."
         )
     source, target = marian.vocabularies
@@ -128,7 +164,7 @@ def _take(weights: dict[str, np.ndarray], name: str, shape: list[int]) -> np.nda
     values = weights.pop(name)
     if list(values.shape) != shape:
         raise ValueError(
-            f"{WEIGHTS}: {name!r} must have the shape {shape} that config.json gives it; it has "
+            f"{WEIGHTS}: {name!r} must have the shape {shape} that the settings give it; it has "
             f"{list(values.shape)}."
         )
     return values
@@ -157,13 +193,16 @@ def _weights_file(folder: Path) -> Path:
     )
 
 
-def _vocabulary(path: Path, settings: Settings, size: int) -> Vocabulary:
-    content = parse_json(read_file(path), path)
+def _read_vocabulary(path: Path, settings: Settings, size: int) -> Vocabulary:
+    return _vocabulary(path, parse_json(read_file(path), path), settings, size)
+
+
+def _vocabulary(path: Path, content: dict[str, Any], settings: Settings, size: int) -> Vocabulary:
     pieces = read_vocabulary(content, path, size)
     for name, number in settings.named_specials.items():
         if content.get(name) != number:
             raise ValueError(
-                f"{path} must give {name!r} the id {number}, as config.json does; got "
+                f"{path} must give {name!r} the id {number}, as the model's settings do; got "
                 f"{content.get(name)!r}."
             )
     if "<unk>" not in content:
