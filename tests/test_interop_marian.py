@@ -664,8 +664,7 @@ def test_keys_of_a_vocabulary_are_texts(tmp_path):
 
     keys = ["yes", "~", "null", '"', ":", "1", "\x85", "long", "▁\u2028", "it's", "::"]
     text = (
-        'yes: 0\n~: 1\nnull: 2\n"\\"": 3\n\':\': 4\n1: 5\n"\\x85": 6\n'
-    text += '? long\n: 7\n"▁\\u2028": 8\n'
+        'yes: 0\n~: 1\nnull: 2\n"\\"": 3\n\':\': 4\n1: 5\n"\\x85": 6\n? long\n: 7\n"▁\\u2028": 8\n'
     )
     text += "'it''s': 9\n::: 10\n"
     assert list(read_mapping(text.encode(), tmp_path).items()) == [
