@@ -202,8 +202,7 @@ class TrainingConfig:
     """Factor of the learning rate (equation 3); 1 is the paper."""
 
     cooldown_steps: int = setting(0, at_least=0, may_change=True)
-    """Steps at the end over which a factor of the learning rate decreases linearly to zero; 0 is
-    the paper."""
+    """Last steps, over which a factor of the learning rate falls linearly to 0; 0 is the paper."""
 
     adam_b1: float = setting(0.9, at_least=0, less_than=1)
     """Adam's β₁."""

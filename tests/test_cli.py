@@ -731,3 +731,35 @@ def test_at_a_terminal_it_prompts_and_answers_line_by_line(places, environment):
         assert running.stderr.read() == b"> > "
     os.close(ours)
     os.close(theirs)
+
+
+# Models leave, and come in: see test_interop_*.py
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("export {run} {tmp}/out --format onnx", "invalid choice: 'onnx'"),
+        ("export {run} {tmp}/out --format marian --quantization int8", "quantization is an option"),
+        ("export {run} {tmp}/out --format marian --weights inside", "weights is an option of"),
+        ("export {run} {run} --format marian", "must be a new or an empty folder"),
+        ("import {tmp}/no {tmp}/out", "a model is a folder; there is none at"),
+        ("import {run} {run}", "must be a new or an empty folder"),
+        ("import {run} {tmp}/out", "the setting 'data' is not understood"),
+    ],
+)
+def test_a_mistake_of_export_and_import_is_one_sentence(call, tmp_path, line, message):
+    """And leaves no folder."""
+    status, out, err = call(line)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_run_is_imported_again(call, tmp_path):
+    """Each command names what to do next, on stderr."""
+    status, out, err = call("export {run} {tmp}/marian --format marian")
+    assert (status, out) == (0, "") and "README.md" in err
+    status, out, err = call("import {tmp}/marian {tmp}/again")
+    assert (status, out) == (0, "") and f"flaxformer-min translate {tmp_path}/again" in err
+    assert (tmp_path / "again" / "config.json").exists()

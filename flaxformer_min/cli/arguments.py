@@ -145,7 +145,7 @@ def _add_interop(commands: Any) -> None:
     add("runs", metavar="RUN", nargs=1, help="the folder of a run")
     add("out", metavar="OUT", help="the folder to write; it must be new or empty")
     add("--format", required=True, choices=("ctranslate2", "marian", "stablehlo"),
-        help="CTranslate2, MarianMTModel of Hugging Face, or a program for any jax (no default)")
+        help="CTranslate2, Marian of Hugging Face, or a program for any jax (no default)")
     add("--quantization", choices=("int8", "int16", "float16", "bfloat16"),
         help="type of CTranslate2's weights (default: float32)")
     add("--weights", choices=("inside", "beside"),

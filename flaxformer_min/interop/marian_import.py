@@ -32,7 +32,7 @@ from flaxformer_min.interop.vocabulary import (
     read_vocabulary,
     sentencepiece_model,
 )
-from flaxformer_min.languages import parse_languages
+from flaxformer_min.languages import check_languages, join_languages
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.files import folder_atomically, write_atomically
@@ -230,10 +230,12 @@ def _config(marian: MarianModel) -> Config:
 
 def _languages(pair: tuple[str, str]) -> str:
     """Return the languages as a setting, or nothing where they are not two names."""
+    languages = join_languages(*pair)
     try:
-        return "-".join(parse_languages("-".join(pair)))
+        check_languages(languages)
     except ValueError:
         return ""
+    return languages
 
 
 def _set(params: ParamsTree, path: tuple[str, ...], values: np.ndarray) -> None:

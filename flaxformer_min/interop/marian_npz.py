@@ -129,55 +129,56 @@ def _check_claim(file: Any, entry: zipfile.ZipInfo) -> None:
         raise ValueError(f"{entry.filename!r} claims {claimed:,} bytes of {entry.file_size:,}")
 
 
-def settings_of(arrays: dict[str, np.ndarray], path: Path, beam_size: int = 4) -> Settings:
+def settings_of(arrays: dict[str, np.ndarray], path: Path) -> Settings:
     """Return the settings that an .npz holds. Raises ValueError for those not understood."""
     if SETTINGS not in arrays:
         raise ValueError(f"{path} must hold {SETTINGS!r}, as Marian writes it; it is missing.")
-    text = arrays[SETTINGS].tobytes().rstrip(b"\0")
-    content = read_settings_text(text, path)
+    content = read_settings_text(arrays[SETTINGS].tobytes().rstrip(b"\0"), path)
     for name, needed in NEEDED.items():
         found = content.get(name, needed)
         if found != needed and not (found == [] and not needed):
             raise ValueError(f"{path}: {name} must be {needed!r}; got {found!r}.")
+    sizes = _vocabulary_sizes(arrays, path)
+    return Settings(
+        model=_model_config(content, arrays, sizes, path),
+        vocab_sizes=sizes,
+        separate_vocabularies="Wemb" not in arrays,
+        languages=("", ""),
+        beam_size=4,
+        length_penalty=round(1 / TYPICAL_SHARE, 4),
+        pad=sizes[1] - 1,
+        eos=0,
+        start=sizes[1] - 1,
+    )
+
+
+def _model_config(
+    content: dict[str, Any], arrays: dict[str, np.ndarray], sizes: tuple[int, int], path: Path
+) -> ModelConfig:
     activation = content.get("transformer-ffn-activation")
     if activation not in ("relu", "swish"):
         raise ValueError(
             f"{path}: transformer-ffn-activation must be relu or swish; got {activation!r}."
         )
-    numbers = {
-        name: _number(content, name, path)
-        for name in ("enc-depth", "dec-depth", "dim-emb", "transformer-heads")
-    }
-    if numbers["enc-depth"] != numbers["dec-depth"]:
+    depths = [_number(content, name, path) for name in ("enc-depth", "dec-depth")]
+    if depths[0] != depths[1]:
         raise ValueError(
-            f"{path}: enc-depth and dec-depth must be equal; got {numbers['enc-depth']} and "
-            f"{numbers['dec-depth']}. Models with a smaller decoder cannot be imported yet."
+            f"{path}: enc-depth and dec-depth must be equal; got {depths[0]} and {depths[1]}. "
+            "Models with a smaller decoder cannot be imported yet."
         )
-    sizes = _vocabulary_sizes(arrays, path)
     shared = "Wemb" in arrays
     tied = not any(name.startswith("decoder_ff_logit_out_W") for name in arrays)
-    model = ModelConfig(
+    return ModelConfig(
         vocab_size=sizes[1],
         source_vocab_size=None if shared else sizes[0],
-        num_layers=numbers["enc-depth"],
-        d_model=numbers["dim-emb"],
+        num_layers=depths[0],
+        d_model=_number(content, "dim-emb", path),
         d_ff=_number(content, "transformer-dim-ffn", path),
-        num_heads=numbers["transformer-heads"],
+        num_heads=_number(content, "transformer-heads", path),
         activation=activation,
         norm_epsilon=EPSILON,
         positional_encoding="halves",
         embeddings="shared" if shared else "target_tied" if tied else "separate",
-    )
-    return Settings(
-        model=model,
-        vocab_sizes=sizes,
-        separate_vocabularies=not shared,
-        languages=("", ""),
-        beam_size=beam_size,
-        length_penalty=round(1 / TYPICAL_SHARE, 4),
-        pad=sizes[1] - 1,
-        eos=0,
-        start=sizes[1] - 1,
     )
 
 
@@ -209,6 +210,11 @@ def hugging_face_names(arrays: dict[str, np.ndarray], config: ModelConfig) -> di
     Matrices are [in out] in Marian, biases and norms [1 n]. Names that are not understood stay.
     """
     rest = {name: values for name, values in arrays.items() if name != SETTINGS}
+    if config.num_layers > len(rest):  # before so many names are listed
+        raise ValueError(
+            f"an .npz must have the {config.num_layers:,} layers of its settings; it has "
+            f"{len(rest):,} arrays."
+        )
     weights: dict[str, np.ndarray] = {}
     for name, own in _names(config):
         if own in rest:
