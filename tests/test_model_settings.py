@@ -11,6 +11,7 @@ import reference
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Tokens
 
 SIZES = {"vocab_size": 11, "num_layers": 1, "d_model": 8, "d_ff": 12, "num_heads": 2}
 
@@ -41,7 +42,7 @@ def test_every_layer_norm_has_the_epsilon_of_the_config(norm, monkeypatch):
     logits = tiny.forward(tiny.params, tiny.batch)
     params = jax.tree.map(np.float64, tiny.params["params"])
     for row in range(2):
-        source, target = (jax.tree.map(lambda column: column[row], side) for side in tiny.batch)
+        source, target = (Tokens(*(column[row] for column in side)) for side in tiny.batch)
         expected = reference.transformer(params, tiny.config, source, target)["logits"]
         real = np.array(target.segments) > 0
         np.testing.assert_allclose(logits[row][real], expected[real], atol=2e-5)
