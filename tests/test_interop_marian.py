@@ -470,6 +470,28 @@ def test_texts_become_the_ids_that_marian_tokenizer_gives_them(opus, transformer
         assert order[ours.encode(text)].tolist() == theirs(text).input_ids, text
 
 
+def test_an_imported_tokenizer_samples_pickles_and_decodes(opus):
+    """As the package's own does: the first segmentation is the best, and all decode to the text."""
+    import pickle
+
+    source, target = RunFolder(opus[2]).tokenizers()
+    copied = pickle.loads(pickle.dumps(source))
+    assert copied == source and hash(copied) == hash(source) and copied != object()
+    text = ">>deu<<the red house"
+    segmentations = source.encode_segmentations(text, 5)
+    assert len(segmentations) == 5 and segmentations[0] == source.encode(text)
+    assert len(set(map(tuple, segmentations))) == 5
+    assert {source.decode(ids[1:]) for ids in segmentations} == {"the red house"}
+    assert source.encode_segmentations(text, 1) == [source.encode(text)]
+    assert {ids[0] for ids in segmentations} == {source.encode(">>deu<<")[0]}
+    assert (
+        target.vocab_size == len(target.log_probs()) == RunFolder(opus[2]).config().model.vocab_size
+    )
+    assert (source.log_probs() <= 0).all()
+    with pytest.raises(ValueError, match="lone surrogate"):
+        source.encode("\ud800")
+
+
 def test_greedy_translations_are_those_of_generate(opus, transformers):
     """Of a random model, which repeats itself until its limit: 20 tokens and EOS."""
     folder, model, run = opus
