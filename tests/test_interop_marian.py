@@ -478,15 +478,14 @@ def test_an_imported_tokenizer_samples_pickles_and_decodes(opus):
     copied = pickle.loads(pickle.dumps(source))
     assert copied == source and hash(copied) == hash(source) and copied != object()
     text = ">>deu<<the red house"
-    segmentations = source.encode_segmentations(text, 5)
-    assert len(segmentations) == 5 and segmentations[0] == source.encode(text)
-    assert len(set(map(tuple, segmentations))) == 5
+    segmentations = source.encode_segmentations(text, 4)
+    assert len(segmentations) == 4 and segmentations[0] == source.encode(text)
+    assert len(set(map(tuple, segmentations))) == 4
     assert {source.decode(ids[1:]) for ids in segmentations} == {"the red house"}
     assert source.encode_segmentations(text, 1) == [source.encode(text)]
     assert {ids[0] for ids in segmentations} == {source.encode(">>deu<<")[0]}
-    assert (
-        target.vocab_size == len(target.log_probs()) == RunFolder(opus[2]).config().model.vocab_size
-    )
+    vocab_size = RunFolder(opus[2]).config().model.vocab_size
+    assert target.vocab_size == len(target.log_probs()) == vocab_size
     assert (source.log_probs() <= 0).all()
     with pytest.raises(ValueError, match="lone surrogate"):
         source.encode("\ud800")
