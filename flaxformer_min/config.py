@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_min.config_fields import check_fields, check_known, setting
+from flaxformer_min.config_fields import differences as differences
 from flaxformer_min.languages import check_languages
 
 FORMAT_VERSION = 1
@@ -382,23 +383,3 @@ class Config:
             return cls(**{name: groups[name](**value) for name, value in content.items()})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-
-
-def differences(old: Config, new: Config) -> list[str]:
-    """Return one line for each changed setting that a continued run must not change.
-
-    >>> longer = Config(training=TrainingConfig(steps=7))
-    >>> differences(Config(), longer)
-    []
-    >>> differences(Config(), Config(model=ModelConfig(d_ff=64)))
-    ['model.d_ff: 2048 in the run, 64 now']
-    """
-    return [
-        f"{group.name}.{field.name}: {before!r} in the run, {now!r} now"
-        for group in dataclasses.fields(Config)
-        for field in dataclasses.fields(group.type)
-        if not field.metadata["may_change"]
-        for before in [getattr(getattr(old, group.name), field.name)]
-        for now in [getattr(getattr(new, group.name), field.name)]
-        if before != now
-    ]

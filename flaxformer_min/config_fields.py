@@ -82,3 +82,24 @@ def _type_rule(hint: Any) -> str:
         return " or ".join(_type_rule(choice) for choice in get_args(hint))
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, "none")
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """Return one line for each changed setting that a continued run must not change.
+
+    >>> from flaxformer_min.config import Config, ModelConfig, TrainingConfig
+    >>> longer = Config(training=TrainingConfig(steps=7))
+    >>> differences(Config(), longer)
+    []
+    >>> differences(Config(), Config(model=ModelConfig(d_ff=64)))
+    ['model.d_ff: 2048 in the run, 64 now']
+    """
+    return [
+        f"{group.name}.{field.name}: {before!r} in the run, {now!r} now"
+        for group in dataclasses.fields(old)
+        for field in dataclasses.fields(getattr(old, group.name))
+        if not field.metadata["may_change"]
+        for before in [getattr(getattr(old, group.name), field.name)]
+        for now in [getattr(getattr(new, group.name), field.name)]
+        if before != now
+    ]
