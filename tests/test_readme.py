@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_run import make_tiny_run
 
+from flaxformer_min import cli
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -16,7 +18,8 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_the_python_of_the_readme_runs(number, tmp_path, monkeypatch):
-    make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
+    if "runs/cldr_en_ko" in PYTHON[number]:
+        make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
     monkeypatch.chdir(tmp_path)
     exec(compile(PYTHON[number], f"README.md, example {number + 1}", "exec"), {})
 
@@ -41,14 +44,14 @@ def test_every_box_of_figure_1_has_its_file_in_the_readme():
     assert files - {"__init__.py"} == set(re.findall(r"`(\w+\.py)`", table))
 
 
-def test_every_command_of_the_readme_is_one():
-    commands = re.findall(r"flaxformer-min ([a-z]+)", README)
-    assert {"translate", "score", "evaluate", "plot"} <= set(commands)
-    for command in set(commands):
-        done = subprocess.run(
-            [sys.executable, "-m", "flaxformer_min", command, "--help"], capture_output=True
-        )
-        assert done.returncode == 0
+def test_every_command_of_the_readme_is_one(capsys):
+    commands = set(re.findall(r"flaxformer-min ([a-z]+)", README))
+    assert {"train", "translate", "score", "evaluate", "plot"} <= commands
+    for command in commands:
+        with pytest.raises(SystemExit) as end:
+            cli.main([command, "--help"])
+        assert not end.value.code
+        assert f"flaxformer-min {command}" in capsys.readouterr().out
 
 
 def test_public_names_import_in_a_fresh_interpreter():
