@@ -50,8 +50,8 @@ CORPORA = [
      r"A tokenizer needs at least one line of text that is neither empty nor longer than 16 kB; "
      r"got none\. Check the text, or split its lines into sentences\."),
     ("a side that is all empty", "a\nb\n", "\n  \n",
-     r"the train split must have at least one usable pair; got 2 pairs read, 2 with an empty side and 0 "
-     r"longer than a row dropped; .*\. Check the text, or raise data.source_row_length and "
+     r"the train split must have at least one usable pair; got 2 pairs read, 2 with an empty side "
+     r"and 0 longer than a row dropped; .*\. Check the text, or raise data.source_row_length and "
      r"data.target_row_length\."),
     ("both sides all empty", "\n\n", "\n\n",
      r"A tokenizer needs at least one line of text that is neither empty nor longer .*"),
