@@ -1,4 +1,4 @@
-"""The command as people meet it: lines in, lines out, one sentence for every mistake."""
+"""The command line: lines in, lines out, one sentence for every error."""
 
 import argparse
 import contextlib
@@ -22,6 +22,7 @@ from tiny_run import make_tiny_run
 from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
+from flaxformer_min.decoding import batching
 from flaxformer_min.decoding.batching import LENGTHS
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
@@ -32,7 +33,7 @@ LOADED = {}
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def paths(tmp_path_factory):
     """Runs, good and bad, and files of lines."""
     root = tmp_path_factory.mktemp("cli")
     corpus = root / "corpus"
@@ -62,21 +63,30 @@ def loaded_once(monkeypatch):
     """A run is restored and its programs are compiled once for all tests."""
     load = Translator.load
 
-    def load_once(*runs, step=None, warn):
-        key = (*map(str, runs), step)
+    def load_once(*runs, step=None):
+        key = (*map(str, runs), step, batching.LENGTHS)
         if key not in LOADED:
-            LOADED[key] = load(*runs, step=step, warn=warn)
-        return copy.copy(LOADED[key])
+            LOADED[key] = load(*runs, step=step)
+        translator = object.__new__(Translator)
+        vars(translator).update(vars(LOADED[key]))
+        translator.runner = copy.copy(translator.runner)  # its batch size may be changed
+        return translator
 
     monkeypatch.setattr(Translator, "load", load_once)
 
 
 @pytest.fixture
+def twelve_tokens(monkeypatch):
+    """Longer sources are truncated, so that programs are small."""
+    monkeypatch.setattr(batching, "LENGTHS", (12,))
+
+
+@pytest.fixture
 def mirror(monkeypatch):
-    """A translator that writes lines backwards; gives what it was asked."""
+    """A translator that writes lines backwards; returns the list of its calls."""
     asked = []
 
-    def hypotheses(self, lines, options, prefixes=None, *, first_line, warn, stop):
+    def hypotheses(self, lines, options, prefixes=None, *, first_line, stop):
         asked.append(SimpleNamespace(model=self, lines=lines, options=options, line=first_line))
         found = zip(lines, prefixes or [""] * len(lines), strict=True)
         return [[Translation(prefix + line[::-1], -2.0, -1.0)] for line, prefix in found]
@@ -86,13 +96,13 @@ def mirror(monkeypatch):
 
 
 @pytest.fixture
-def call(places, capfd, monkeypatch, tmp_path):
-    """Runs a command line; gives its status, stdout and stderr. `{run}` is a path of `places`."""
+def call(paths, capfd, monkeypatch, tmp_path):
+    """Runs a command line and returns status, stdout and stderr; `{run}` is one of `paths`."""
 
     def run(line, given=b""):
         stdin = tmp_path / "stdin"
         stdin.write_bytes(given)
-        argv = [word.format(**places, tmp=tmp_path) for word in line.split(" ") if word]
+        argv = [word.format(**paths, tmp=tmp_path) for word in line.split(" ") if word]
         with stdin.open() as file:
             monkeypatch.setattr(sys, "stdin", file)
             status = cli.main(argv)
@@ -105,7 +115,7 @@ def call(places, capfd, monkeypatch, tmp_path):
 # What is typed
 
 
-def test_help_is_there_at_once():
+def test_help_imports_nothing_heavy():
     """No jax, no numpy: nothing that takes a second to import."""
     heavy = "{'jax', 'flax', 'numpy', 'orbax', 'sentencepiece'}"
     code = (
@@ -119,7 +129,7 @@ def test_help_is_there_at_once():
 
 
 def options_of(parser, command="flaxformer-min"):
-    """(command, option) of all commands."""
+    """Yield (command, option) of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
@@ -132,7 +142,7 @@ OPTIONS = list(options_of(make_parser()))
 
 
 @pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
-def test_every_option_tells_its_default_and_stands_in_the_documentation_and_here(command, option):
+def test_every_option_has_a_default_in_its_help_and_is_documented_and_tested(command, option):
     documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
     name = option.option_strings[0]
     assert "default" in option.help
@@ -162,7 +172,7 @@ def test_every_option_tells_its_default_and_stands_in_the_documentation_and_here
     ],
 )
 def test_a_flag_of_the_search_reaches_it(call, mirror, typed, name, value):
-    """Where nothing is typed, the run's own setting holds; samples are as many as are wanted."""
+    """The default is the run's own setting; for samples, --n-best hypotheses."""
     assert call(f"translate {{run}} {typed}", b"a\n")[0] == 0
     assert getattr(mirror[0].options, name) == value
 
@@ -170,12 +180,12 @@ def test_a_flag_of_the_search_reaches_it(call, mirror, typed, name, value):
 @pytest.mark.parametrize("typed, step", [("", 2), ("--step 1", 1)])
 def test_the_checkpoint_is_chosen_by_its_step(call, mirror, typed, step):
     assert call(f"translate {{run}} {typed}", b"a\n")[0] == 0
-    assert mirror[0].model.steps == [step]
+    assert [each.step for each in mirror[0].model.restored] == [step]
 
 
 def test_the_batch_size_is_the_one_typed(call, mirror):
     call("translate {run} --batch-size 3", b"a\n")
-    assert mirror[0].model.decoding.batch_size == 3
+    assert mirror[0].model.runner.batch_size == 3
 
 
 ERRORS = [
@@ -257,7 +267,7 @@ def watched(monkeypatch):
     attention = Attention(weights, weights, weights, *tokens)
     asked = []
 
-    def watch(self, source, target=None, *, warn):
+    def watch(self, source, target=None):
         asked.append((source, target))
         return attention
 
@@ -265,17 +275,17 @@ def watched(monkeypatch):
     return asked
 
 
-def test_too_little_memory_is_a_mistake_of_the_user(call, mirror, monkeypatch):
+def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch):
     def run_out(*args, **settings):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
     monkeypatch.setattr(Translator, "hypotheses", run_out)
     status, _, err = call("translate {run}", b"a\n")
     assert status == 2
-    assert "choose a smaller --batch-size" in err
+    assert "Choose a smaller --batch-size" in err
 
 
-def test_a_full_disk_is_told_in_one_sentence(call, mirror):
+def test_a_full_disk_is_one_sentence(call, mirror):
     status, _, err = call("translate {run} --output /dev/full", b"a\n")
     assert (status, err) == (2, "flaxformer-min: error: No space left on device\n")
 
@@ -304,10 +314,10 @@ def test_there_are_as_many_lines_out_as_in(call, mirror, given, lines):
     assert out == "".join(f"{line}\n" for line in lines)
 
 
-def test_what_is_no_utf8_is_replaced_and_named(call, mirror):
+def test_invalid_utf8_is_replaced_and_named(call, mirror):
     status, out, err = call("translate {run}", b"ok\nb\xff\n")
     assert (status, out) == (0, "ko\n\ufffdb\n")
-    assert err.startswith("flaxformer-min: warning: stdin, line 2 is no UTF-8 from byte 2 on")
+    assert err.startswith("flaxformer-min: warning: stdin, line 2 is not UTF-8 from byte 2 on")
 
 
 def test_a_line_break_that_a_model_spells_becomes_a_space(call, monkeypatch):
@@ -335,7 +345,7 @@ def test_n_best_gives_n_lines_for_every_line(call, mirror):
     assert out == "ba\n\n\n\n"
 
 
-def test_scores_stand_before_the_text(call, mirror):
+def test_scores_come_before_the_text(call, mirror):
     _, out, _ = call("translate {run} --scores --n-best 2", b"ab\n")
     assert out == "-1.0000\t-2.0000\tba\n-inf\t-inf\t\n"
 
@@ -353,7 +363,7 @@ def test_json_is_one_object_a_line(call, mirror):
     assert "ü" in out
 
 
-def test_json_knows_no_infinity(call, monkeypatch):
+def test_json_has_no_infinity(call, monkeypatch):
     nothing = [[Translation("", -math.inf, -math.inf)]]
     monkeypatch.setattr(Translator, "hypotheses", lambda *args, **settings: nothing)
     assert "Infinity" not in call("translate {run} --json", b"a\n")[1]
@@ -387,7 +397,7 @@ def test_prefixes_of_another_number_leave_no_file(call, mirror, tmp_path, prefix
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prefixes", "stdin"]
 
 
-def test_verbose_tells_speed_compilations_and_sizes(call, mirror):
+def test_verbose_prints_speed_compilations_and_sizes(call, mirror):
     _, _, err = call("translate {run} --verbose", b"ab\n\n")
     assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
     assert f"padded to {', '.join(map(str, LENGTHS))} tokens" in err
@@ -433,21 +443,34 @@ def test_a_second_signal_does_not_wait(call, mirror, monkeypatch):
 # With a real model
 
 
-def test_a_model_translates_lines(call):
-    """Duplicates agree, an empty line stays empty, a long one is cut and named."""
-    given = b"the red house\n\nthe red house\n" + b"4 " * 1_500 + b"\n"
-    status, out, err = call("translate {run} --scores", given)
+def test_a_model_translates_lines(call, twelve_tokens):
+    """Duplicates agree, an empty line stays empty, a long one is truncated and named."""
+    status, out, err = call("translate {run} --scores", b"red\n\nred\n" + b"4 " * 20 + b"\n")
     first, empty, third, long = out.split("\n")[:-1]
     assert (status, empty) == (0, "0.0000\t0.0000\t")
     assert first == third and float(long.split("\t")[1]) < 0
     assert re.fullmatch(
-        r".*warning: line 4 has [\d,]+ tokens; only its first 1,023 are read.\n", err
+        r"flaxformer-min: warning: line 4 has \d+ tokens; only its first 11 are read.\n", err
     )
 
 
-def test_scores_are_those_of_the_translator(call, places):
-    sources, targets = (places["corpus"] / f"test.{language}" for language in ("en", "ko"))
-    found = Translator.load(places["run"], warn=print).score(
+def test_two_models_translate_together(call, paths, mirror):
+    assert call("translate {run} {run}", b"ab\n")[:2] == (0, "ba\n")
+    assert len(mirror[0].model.models) == 2
+
+
+@pytest.mark.slow
+def test_a_line_of_more_than_1024_tokens_is_truncated_and_named(call):
+    status, out, err = call("translate {run} --scores", b"the red house\n" + b"4 " * 1_500 + b"\n")
+    assert status == 0 and float(out.split("\n")[1].split("\t")[1]) < 0
+    assert re.fullmatch(
+        r".*warning: line 2 has [\d,]+ tokens; only its first 1,023 are read.\n", err
+    )
+
+
+def test_scores_are_those_of_the_translator(call, paths):
+    sources, targets = (paths["corpus"] / f"test.{language}" for language in ("en", "ko"))
+    found = Translator.load(paths["run"]).score(
         list(
             zip(
                 sources.read_text().split("\n")[:-1],
@@ -469,7 +492,7 @@ def test_scores_are_those_of_the_translator(call, places):
 def one_nat(monkeypatch):
     """A model that gives every letter one nat."""
 
-    def score(self, pairs, *, first_line, warn, stop):
+    def score(self, pairs, *, first_line, stop):
         return [PairScore([*target, "</s>"], [-1.0] * (len(target) + 1)) for _, target in pairs]
 
     monkeypatch.setattr(Translator, "score", score)
@@ -484,8 +507,8 @@ def test_each_token_has_its_score(call, one_nat):
     assert json.loads(out) == {"line": 1, "log_prob": -7, "tokens": tokens, "log_probs": [-1] * 7}
 
 
-def test_a_perplexity_without_bound_is_told_and_is_no_number_in_json(call, places, monkeypatch):
-    """As `score` tells it: "inf"."""
+def test_an_infinite_perplexity_is_inf_for_people_and_null_in_json(call, mirror, monkeypatch):
+    """As `score` prints it: "inf"."""
     endless = lambda self, pairs, **_: [PairScore(["</s>"], [-math.inf])] * len(pairs)  # noqa: E731
     monkeypatch.setattr(Translator, "score", endless)
     line = "evaluate {run} --source {one} --reference {one} --beam-size 1"
@@ -507,7 +530,7 @@ def test_files_that_cannot_be_read_twice_are_scored_too(call, one_nat, tmp_path)
     assert "pipe has 1 and" in err
 
 
-def test_evaluation_measures_and_says_what_was_used(call, places, mirror, one_nat, tmp_path):
+def test_evaluation_measures_and_names_what_was_used(call, paths, mirror, one_nat, tmp_path):
     """Two pairs of four have an empty side; they keep their lines in the output."""
     status, out, _ = call("evaluate {run} --json --output {tmp}/out --beam-size 1 --min-length 2")
     report = json.loads(out)
@@ -538,9 +561,9 @@ def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirr
         assert part in out, part
 
 
-def test_evaluation_of_another_split(call, mirror, one_nat, places):
+def test_evaluation_of_another_split(call, mirror, one_nat, paths):
     for language in ("en", "ko"):
-        (places["corpus"] / f"dev.{language}").write_text("otto\n")
+        (paths["corpus"] / f"dev.{language}").write_text("otto\n")
     _, out, _ = call("evaluate {run} --split validation --json --tokenize char")
     assert json.loads(out)["exact_match"] == 1
     assert json.loads(out)["data"].startswith("validation of text:")
@@ -588,18 +611,25 @@ def test_a_named_pipe_is_written_to_and_stays_one(call, watched, tmp_path, suffi
     assert (tmp_path / f"map.{suffix}").is_fifo()
 
 
-def test_a_sentence_that_is_too_long_is_looked_at_as_far_as_it_is_read(call, tmp_path):
+@pytest.mark.parametrize(
+    "limited", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["12 tokens", "1024"]
+)
+def test_attention_of_a_sentence_that_is_too_long_is_that_of_its_beginning(call, limited, request):
+    if limited:
+        request.getfixturevalue("twelve_tokens")
     status, _, err = call(
         "plot attention {run} " + "4" * 1_500 + " --target A --output {tmp}/a.html"
     )
     assert status == 0
+    read = "11" if limited else "1,023"
     assert re.fullmatch(
-        r"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first 1,023 are read.\n", err
+        rf"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first {read} are read.\n",
+        err,
     )
 
 
 def test_attention_becomes_a_page(call, tmp_path):
-    """With a real model: who looks at whom while "A" is written, and in the encoder."""
+    """With a real model: of the encoder, and of the decoder while "A" is written."""
     assert call("plot attention {run} red --target A --output {tmp}/map.html") == (0, "", "")
     page = (tmp_path / "map.html").read_text()
     assert all(f'"{name}"' in page for name in ("encoder", "decoder", "cross", "ko"))
@@ -611,7 +641,7 @@ def test_positions_become_a_figure(call, tmp_path):
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_metrics_become_curves(call, places, tmp_path):
+def test_metrics_become_curves(call, paths, tmp_path):
     pytest.importorskip("matplotlib")
     run = make_tiny_run(tmp_path / "run", steps=())
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
@@ -639,10 +669,13 @@ def process(command, environment, **settings):
             running.kill()
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_program_that_waits_for_each_answer_gets_it(places, environment, number, status):
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_a_program_that_waits_for_each_answer_gets_it(paths, environment, number, status):
     """And a signal while there is nothing to do ends it at once, without a traceback."""
-    with process([*COMMAND, "translate", str(places["run"])], environment) as running:
+    with process([*COMMAND, "translate", str(paths["run"])], environment) as running:
         for line in (b"the red house\n", b"\n"):
             running.stdin.write(line)
             running.stdin.flush()
@@ -672,24 +705,26 @@ def test_a_signal_that_does_not_break_the_wait_for_a_line_ends_it_too(environmen
         assert running.stderr.read() == b""
 
 
-def test_output_to_a_pipe_of_the_shell_is_written_to(places, environment):
-    command = f"echo red | {' '.join(COMMAND)} translate {places['run']} --output /dev/stdout | cat"
+@pytest.mark.slow
+def test_output_to_a_pipe_of_the_shell_is_written_to(paths, environment):
+    command = f"echo red | {' '.join(COMMAND)} translate {paths['run']} --output /dev/stdout | cat"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], env=environment, capture_output=True, timeout=300
     )
     assert (done.returncode, done.stdout.count(b"\n"), done.stderr) == (0, 1, b"")
 
 
-def test_a_second_signal_does_not_even_wait_for_the_batch(places, environment):
+@pytest.mark.slow
+def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
     """Nor for the thread that runs it, as Python would at its end."""
     program = (
         "import sys, time; from flaxformer_min import cli;"
-        "from flaxformer_min.decoding.translator import Translator;"
+        "from flaxformer_min.decoding.batching import BatchRunner;"
         "started = lambda: (print('running', file=sys.stderr, flush=True), time.sleep(600));"
-        "Translator._program = lambda *given: started;"
+        "BatchRunner._program = lambda *given: started;"
         "sys.argv[1:] = ['translate', sys.argv[1]]; sys.exit(cli.main())"
     )
-    command = [sys.executable, "-c", program, str(places["run"])]
+    command = [sys.executable, "-c", program, str(paths["run"])]
     with process(command, environment) as running:
         running.stdin.write(b"red\n")
         running.stdin.flush()
@@ -701,9 +736,10 @@ def test_a_second_signal_does_not_even_wait_for_the_batch(places, environment):
         assert running.stderr.read() == b""
 
 
-def test_a_closed_pipe_ends_it_quietly(places, environment):
+@pytest.mark.slow
+def test_a_closed_pipe_ends_it_quietly(paths, environment):
     command = (
-        f"yes | {' '.join(COMMAND)} translate {places['run']} | head -n 1; echo ${{PIPESTATUS[1]}}"
+        f"yes | {' '.join(COMMAND)} translate {paths['run']} | head -n 1; echo ${{PIPESTATUS[1]}}"
     )
     done = subprocess.run(
         ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300
@@ -713,17 +749,19 @@ def test_a_closed_pipe_ends_it_quietly(places, environment):
     assert done.stderr == ""
 
 
-def test_a_full_disk_behind_stdout_is_told_once(places, environment):
+@pytest.mark.slow
+def test_a_full_disk_behind_stdout_is_reported_once(paths, environment):
     """Python would flush once more at its end, and end with 120."""
-    command = f"echo a | {' '.join(COMMAND)} translate {places['run']} > /dev/full"
+    command = f"echo a | {' '.join(COMMAND)} translate {paths['run']} > /dev/full"
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "flaxformer-min: error: No space left on device\n"
 
 
-def test_at_a_terminal_it_prompts_and_answers_line_by_line(places, environment):
+@pytest.mark.slow
+def test_at_a_terminal_it_prompts_and_answers_line_by_line(paths, environment):
     ours, theirs = pty.openpty()
-    with process([*COMMAND, "translate", str(places["run"])], environment, stdin=theirs) as running:
+    with process([*COMMAND, "translate", str(paths["run"])], environment, stdin=theirs) as running:
         os.write(ours, b"the red house\n")
         assert running.stdout.readline().endswith(b"\n")
         os.write(ours, b"\x04")  # Ctrl-D

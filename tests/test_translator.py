@@ -289,17 +289,18 @@ def test_samples_repeat_by_seed_and_line(translator, short):
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 
-def test_an_over_long_line_is_truncated_with_a_warning_that_names_it(translator, caplog):
+def test_an_over_long_line_is_truncated_with_a_warning_that_names_it(
+    translator, caplog, monkeypatch
+):
     """The sources that are searched for have 1,024 tokens at most, EOS included."""
     searched = []
-    stub = copy.copy(translator)
-    stub.runner = copy.copy(translator.runner)
-    stub.runner.search = lambda sources, *_: searched.append(sources) or []
+    search = lambda sources, *_: searched.append(sources) or []  # noqa: E731
+    monkeypatch.setattr(translator.runner, "search", search)
     long = " ".join(LINES * 30)
     ids = translator.source_tokenizer.encode(long)
     assert len(ids) > LENGTHS[-1]
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
-        stub.hypotheses([long, "red"], translator.options(), first_line=7)
+        translator.hypotheses([long, "red"], translator.options(), first_line=7)
     assert caplog.messages == [f"line 7 has {len(ids):,} tokens; only its first 1,023 are read."]
     assert searched[0][7] == [*ids[:1_023], EOS]
     assert searched[0][8] == translator.source_tokenizer.encode("red")
