@@ -24,7 +24,6 @@ PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted(DOCS.glob("*.md"))]
 ALL_PAGES = [*PAGES, *sorted((DOCS / "log").glob("*.md")), *sorted(ROOT.glob("C*.md"))]
 REFERENCE = (DOCS / "command_line.md").read_text(encoding="utf-8")
 RUN_ELSEWHERE = {"README.md": "test_readme.py", "extending.md": "test_extending.py"}
-MAY_BE_WIDE = {"extending.md", "reliability.md"}
 COMMAND_NAMES = set(make_parser()._subparsers._group_actions[0].choices)
 LONGEST_LINE, README_LINES, PICTURE_BYTES = 120, 160, 300_000
 
@@ -232,7 +231,7 @@ def test_the_messages_that_troubleshooting_quotes_are_those_of_the_package():
 def test_no_line_of_a_page_is_longer_than_a_screen_is_wide(page):
     lines = enumerate(read(page).splitlines(), start=1)
     wide = [number for number, line in lines if len(line) > LONGEST_LINE]
-    assert not wide or page.name in MAY_BE_WIDE
+    assert not wide
 
 
 def test_the_readme_is_read_in_five_minutes():

@@ -99,7 +99,8 @@ def _print_next_command(result: TrainResult, command: list[str]) -> None:
     if result.stopped:
         program = "python train.py" if command[0] == "train.py" else command[0]
         again = shlex.join(command[1:])
-        print(f"Stopped at step {result.step:,} and saved. To continue: {program} {again}".rstrip())
+        when = f"at step {result.step:,} and saved" if result.step else "before the first step"
+        print(f"Stopped {when}. To continue: {program} {again}".rstrip())
         return
     run = shlex.quote(str(result.run.path))
     print(f"Translate with this run:\n  echo '{result.example}' | flaxformer-min translate {run}")
