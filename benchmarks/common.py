@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments and text, contenders that run in turn, costs, tables."""
+"""Common parts of the benchmarks: arguments and text, contenders, costs, tables."""
 
 import argparse
 import contextlib
@@ -27,15 +27,15 @@ SIZES = {
     "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
     "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
 }
-"""That of configs/multi30k_en_de.py, two layers as wide as the paper's, for a CPU, and the paper's
-own; all but the vocabulary."""
+"""Sizes of the model of configs/multi30k_en_de.py, of two layers as wide as the paper's, for a CPU,
+and of the paper's models; all but the vocabulary."""
 
 Run = Callable[[], Mapping[str, Any]]
-"""One timed run of a contender: gives what it did ("tokens", ...) and "seconds"."""
+"""One timed run of a contender: returns "seconds" and its work, as "tokens"."""
 
 
 def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_memory: bool) -> None:
-    """The child: prepare once, then one run for each word that comes through the pipe."""
+    """In the child: prepare once, then run once for each message of the pipe."""
     _begin_group(keeps_memory)
     since = time.perf_counter()
     run = make(*arguments)
@@ -46,7 +46,7 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_me
 
 
 def _begin_group(keeps_memory: bool = True) -> None:
-    """With what it starts, such as compilers, a child is ended as one."""
+    """Make the child the leader of a group, which ends together with all that it starts."""
     from flaxformer_min.runtime.memory import tune_malloc
 
     os.setpgrp()
@@ -56,18 +56,18 @@ def _begin_group(keeps_memory: bool = True) -> None:
 
 
 def _end_with_parent() -> None:
-    """Also in the middle of a run, and when the parent is killed."""
+    """End the group when the parent has ended, even if it was killed."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
 class Contender:
-    """A program to be timed, in a process of its own, so that threads and memory are its own.
+    """A program to be timed, in a process of its own with its own threads and memory.
 
-    `make(*arguments)` prepares and gives the `Run`. The first run, compiling included, is over when
-    the constructor returns; `first_seconds` says how long that took. The process ends when this one
-    does, however that happens. It has the memory settings that our programs have, for they help the
-    peers, too; without `keeps_memory` it has those of any Python program.
+    `make(*arguments)` prepares and returns the `Run`. The constructor returns after the first run,
+    compilation included, which took `first_seconds`. The process ends with this one, in any case.
+    It has the memory settings of our programs, which help the peers, too; with
+    `keeps_memory=False`, those of any Python program.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Contender:
         patience: float | None = None,
         keeps_memory: bool = True,
     ):
-        """Start the process and wait for its first run, or raise TimeoutError after `patience` s.
+        """Start the process and wait for its first run.
 
-        RuntimeError where it fails.
+        Raises TimeoutError after `patience` seconds, RuntimeError if the run fails.
         """
         self.name, self.runs = name, []
         self._process, self._connection = _start(True, _serve, make, arguments, keeps_memory)
@@ -90,12 +90,12 @@ class Contender:
         self.first_seconds: float = _received(self._connection, name)
 
     def run(self) -> None:
-        """One more timed run; the process sleeps before and after."""
+        """Take one more timed run; the process sleeps before and after."""
         self._connection.send(True)
         self.runs.append(_received(self._connection, self.name))
 
     def median(self, name: str) -> float:
-        """Of all runs."""
+        """Return the median of a measure over all runs."""
         return statistics.median(run[name] for run in self.runs)
 
     def close(self) -> None:
@@ -106,9 +106,9 @@ class Contender:
 
 
 def alone(function: Callable, *arguments: Any) -> Any:
-    """What `function(*arguments)` gives, in a process of its own: its peak of memory is its own.
+    """Return `function(*arguments)`, computed in a process of its own with its own memory peak.
 
-    RuntimeError where it fails, or is killed, as for want of memory.
+    Raises RuntimeError if it fails or is killed, as for lack of memory.
     """
     process, connection = _start(False, _answer, function, arguments)
     try:
@@ -125,9 +125,9 @@ def _answer(connection: Any, function: Callable, arguments: tuple) -> None:
 
 
 def _start(daemon: bool, target: Callable, *arguments: Any) -> tuple[BaseProcess, Any]:
-    """A new process, and this end of the pipe whose other end is its first argument.
+    """Return a new process and our end of the pipe whose other end is its first argument.
 
-    One that is a `daemon` is ended at exit, whatever happens, and must not have workers.
+    A `daemon` is ended at exit in any case, and must not have workers.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -141,11 +141,11 @@ def _received(connection: Any, name: str) -> Any:
     try:
         return connection.recv()
     except EOFError:
-        raise RuntimeError(f"{name} failed; its own message stands above.") from None
+        raise RuntimeError(f"{name} failed; see its own message above.") from None
 
 
 def _kill(process: BaseProcess) -> None:
-    """The process, if it lives, and what it started."""
+    """Kill the process, if it is alive, and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -153,12 +153,12 @@ def _kill(process: BaseProcess) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes this process had resident at most."""
+    """Return the peak of this process's resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def alternate(contenders: Sequence[Contender], rounds: int) -> None:
-    """Run all in turn, so that a slow moment of the machine meets each of them alike."""
+    """Run all in turn, so that slow moments of the machine affect them equally."""
     for number in range(rounds):
         for contender in contenders:
             contender.run()
@@ -167,7 +167,7 @@ def alternate(contenders: Sequence[Contender], rounds: int) -> None:
 
 
 def arguments(doc: str, split: str) -> argparse.ArgumentParser:
-    """A parser with what every comparison asks for: text of this split, sizes, rounds, device."""
+    """Return a parser of the common options: text of this split, sizes, rounds, device."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--corpus", default="cldr:en-ko", help=f"its {split} split is used")
     parser.add_argument("--languages", default="", help="of a folder of text, as en-de")
@@ -180,14 +180,14 @@ def arguments(doc: str, split: str) -> argparse.ArgumentParser:
 
 
 def read_split(args: argparse.Namespace, split: str) -> Sequence[tuple[str, str]]:
-    """The pairs that `--corpus` and `--languages` name."""
+    """Return the pairs of `--corpus` and `--languages`."""
     from flaxformer_min.data.corpora import read_pairs
 
     return read_pairs(args.corpus, split, args.languages)
 
 
 def make_tokenizer(args: argparse.Namespace, folder: Path) -> Any:
-    """Learned from the first pairs of the training split."""
+    """Return a tokenizer trained on the first pairs of the training split."""
     from flaxformer_min.data.tokenizer import train_tokenizer
 
     texts = (text for pair in read_split(args, "train")[:30_000] for text in pair)
@@ -195,10 +195,10 @@ def make_tokenizer(args: argparse.Namespace, folder: Path) -> Any:
 
 
 def flops_of_source(sizes: Mapping[str, int], lengths: np.ndarray) -> float:
-    """Floating-point operations of encoding sentences, and of their keys and values for the target.
+    """Return the FLOPs of encoding sentences, and of their keys and values for the target.
 
-    Here and below a product of [a b] and [b c] counts 2abc; softmax, norms, dropout and embeddings
-    count none, nor does attention to what is masked.
+    Here and below a product of [a b] and [b c] counts as 2abc; softmax, norms, dropout, embeddings
+    and attention to masked keys count as nothing.
     """
     d = sizes["d_model"]
     return float(
@@ -209,27 +209,30 @@ def flops_of_source(sizes: Mapping[str, int], lengths: np.ndarray) -> float:
 def flops_of_target(
     sizes: Mapping[str, int], vocab_size: int, lengths: np.ndarray, source_lengths: np.ndarray
 ) -> float:
-    """The same of reading, or writing one by one, the translations of such sources."""
+    """Return the FLOPs of reading, or generating, the translations of such sources."""
     d = sizes["d_model"]
-    looked_at = lengths * (lengths + 1) / 2 + lengths * source_lengths
+    attended = lengths * (lengths + 1) / 2 + lengths * source_lengths
     per_token = _flops_of_token(sizes) + 2 * d * vocab_size
-    return float((lengths * per_token + 4 * d * sizes["num_layers"] * looked_at).sum())
+    return float((lengths * per_token + 4 * d * sizes["num_layers"] * attended).sum())
 
 
 def _flops_of_token(sizes: Mapping[str, int]) -> int:
-    """Self-attention 8 d², feed forward 4 d d_ff; of cross-attention keys and values for a source
-    token, query and output for a target token, 4 d² either way."""
+    """Return the FLOPs of a token in all layers, without attention to other tokens.
+
+    Self-attention takes 8 d², the feed-forward network 4 d d_ff, cross-attention 4 d²: keys and
+    values of a source token, query and output of a target token.
+    """
     d = sizes["d_model"]
     return sizes["num_layers"] * (12 * d**2 + 4 * d * sizes["d_ff"])
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def machine(*packages: str) -> str:
-    """One line: processor, cores, load, Python, versions, date."""
+    """Describe the machine in a line: processor, cores, load, Python, versions, date."""
     model = next(
         (
             line.split(":")[1].strip()
@@ -246,7 +249,7 @@ def machine(*packages: str) -> str:
 
 
 def matrix_product_rate(size: int = 2048, repeats: int = 10, dtype: str = "float32") -> float:
-    """FLOP/s of a product of two square matrices in jax, the best of `repeats`."""
+    """Return the best FLOP/s of a product of two square matrices in jax."""
     import jax
     import jax.numpy as jnp
 
@@ -255,7 +258,7 @@ def matrix_product_rate(size: int = 2048, repeats: int = 10, dtype: str = "float
 
 
 def copy_rate(size: int = 1 << 26, repeats: int = 10) -> float:
-    """Bytes/s, read and written together, of adding 1 to `size` float32 numbers in jax."""
+    """Return the bytes/s, read and written, of adding 1 to `size` float32 numbers in jax."""
     import jax
     import jax.numpy as jnp
 
@@ -276,7 +279,7 @@ def _best(function: Callable, arguments: tuple, repeats: int) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of one kind as a Markdown table; a column is as wide as its widest cell.
+    """Return rows with the same keys as a Markdown table.
 
     >>> print(table([{"who": "ours", "tokens/s": 1234.5}, {"who": "peer", "tokens/s": 99}]))
     | who  | tokens/s |
@@ -310,14 +313,14 @@ def _cell(value: Any) -> str:
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], file: Path | None) -> None:
-    """Print the table; write title and rows as JSON where a file was asked for."""
+    """Print the table, and write title and rows as JSON if a file is given."""
     report_parts(title, {"rows": rows}, file)
 
 
 def report_parts(
     title: str, parts: Mapping[str, Sequence[Mapping[str, Any]]], file: Path | None
 ) -> None:
-    """The same for several tables, each under its name."""
+    """Report several tables, each with its name."""
     print(f"\n{title}")
     for name, rows in parts.items():
         print(f"\n{name}:\n\n{table(rows)}" if len(parts) > 1 else f"\n{table(rows)}")

@@ -2,14 +2,14 @@
 
     python benchmarks/decoding.py --corpus text:DIR --languages en-de
 
-Both models have the same sizes and random weights; both write, for each source, exactly as many
-tokens as its reference has, so the work is the same, and sentences of a batch end one after another
-as they do in use. With `--lengths source` they end all but together: two tokens more than the
-source each. Ours reads text and writes text; the peer is given token ids in sorted, padded batches
-and keeps its ids. It runs twice: as installed, and with the memory settings that our own programs
-have, in the number of threads and the batch size, ours or twice ours, in which it is quickest.
-Without --corpus the sentences are those of the embedded test set. Needs the extra
-`benchmarks`; `--device gpu` leaves out the peer.
+Both models have the same sizes and random weights. Each translation has exactly as many tokens as
+its reference, so that the work is the same, and the sentences of a batch end one after another as
+they do in use. With `--lengths source` each has two tokens more than its source, so that they end
+almost together. Ours reads and writes text; the peer reads token ids in sorted, padded batches and
+returns ids. The peer runs twice: as installed, and with the memory settings of our programs; in
+the number of threads and the batch size, ours or twice ours, in which it is fastest. Without
+--corpus the sentences are those of the embedded test set. Needs the extra `benchmarks`;
+`--device gpu` leaves out the peer.
 """
 
 import argparse
@@ -42,7 +42,7 @@ EXTRA = 2
 
 
 def main() -> None:
-    """Measure, and print one table."""
+    """Measure and print one table."""
     parser = arguments(__doc__, "test")
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=64, help="sentences, of ours")
@@ -80,8 +80,8 @@ def measure(
     lengths: Sequence[int],
     beam: int,
 ) -> list[dict[str, Any]]:
-    """The rows of one beam size: ours, the peer, and what the machine could do."""
-    # Longest first, so that sentences of about one length share a batch.
+    """Return the rows of one beam size: ours and the peer's, with the machine's bound."""
+    # Longest first, so that sentences of similar lengths share a batch.
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
     contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings)]
@@ -93,7 +93,7 @@ def measure(
             for n in {1, cores()}
         }
         alternate(list(tried.values()), 1)
-        best = min(tried, key=lambda way: tried[way].median("seconds"))
+        best = min(tried, key=lambda setting: tried[setting].median("seconds"))
         contenders.append(tried.pop(best))
         for slower in tried.values():
             slower.close()
@@ -134,7 +134,7 @@ def ours(
     batch_size: int,
     dtype: str,
 ) -> Run:
-    """Text to text with `Translator.translate`, as a user calls it, but for where they end."""
+    """Text to text with `Translator.translate`, as a user calls it, except for the lengths."""
     import jax
     import jax.numpy as jnp
 
@@ -143,6 +143,7 @@ def ours(
     configure_cpu_devices()  # as the command line does
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
+    from flaxformer_min.decoding.batching import BatchRunner
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
 
@@ -152,11 +153,11 @@ def ours(
     decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
     limits = np.array([1, *lengths], np.int32)  # of line 0, which is padding, then of all lines
 
-    class EndAtLimit(Translator):
-        """No hypothesis may end before its limit, and all must end there."""
+    class EndAtLimit(BatchRunner):
+        """Every hypothesis ends at the limit of its line, and not before."""
 
-        def _program(self, name, program, source, limit, numbers, *prefix):
-            run = super()._program(name, program, source, limits[numbers], numbers, *prefix)
+        def _program(self, name, program, source, limit, numbers, *rest):
+            run = super()._program(name, program, source, limits[numbers], numbers, *rest)
 
             def checked():
                 found = run()
@@ -165,7 +166,9 @@ def ours(
 
             return checked
 
-    translator = EndAtLimit([config], [params], (tokenizer, tokenizer), decoding)
+    tokenizers = tokenizer, tokenizer
+    translator = Translator([Transformer(config)], [params], tokenizers, decoding)
+    translator.runner = EndAtLimit(translator.models, [params], batch_size)
 
     def run() -> dict[str, float]:
         since = time.perf_counter()
@@ -184,7 +187,7 @@ def marian(
     batch_size: int,
     threads: int,
 ) -> Run:
-    """`generate` of a MarianMTModel on batches of these sources, until each has its length."""
+    """`generate` of a MarianMTModel for batches of these sources, each to its own length."""
     import torch
     from transformers import MarianConfig, MarianMTModel
     from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -214,7 +217,7 @@ def marian(
     model = MarianMTModel(config).eval()
 
     class EndAtLimit(LogitsProcessor):
-        """EOS at each sentence's own limit, and not before."""
+        """EOS at the limit of each sentence, and not before."""
 
         def __init__(self, limits: torch.Tensor):
             self.limits = limits.repeat_interleave(beam)
@@ -236,7 +239,7 @@ def marian(
     tokens = sum(length for _, length in ordered)
 
     def run() -> dict[str, float]:
-        written, since = [], time.perf_counter()
+        results, since = [], time.perf_counter()
         for ids, limits in batches:
             with torch.inference_mode():
                 found = model.generate(
@@ -248,9 +251,9 @@ def marian(
                     max_new_tokens=int(limits.max()),
                     logits_processor=LogitsProcessorList([EndAtLimit(limits)]),
                 )
-            written.append(found)
+            results.append(found)
         seconds = time.perf_counter() - since
-        for found, (_, limits) in zip(written, batches, strict=True):
+        for found, (_, limits) in zip(results, batches, strict=True):
             assert torch.equal((found[:, 1:] == 3).int().argmax(1) + 1, limits)
         return {"seconds": seconds, "tokens_per_second": tokens / seconds}
 
@@ -260,22 +263,25 @@ def marian(
 def bound_seconds(
     ordered: Sequence[tuple[list[int], int]], beam: int, vocab_size: int, args: argparse.Namespace
 ) -> float:
-    """What these sentences would take at the machine's own rates, whichever is the longer: all
-    multiplications at the rate of a matrix product, or all that must be moved at that of a copy."""
-    read, written = np.array([(len(source), length) for source, length in ordered]).T
+    """Return the seconds that these sentences take at the rates of the machine.
+
+    The longer of two times: that of all multiplications at the rate of a matrix product, and that
+    of all memory traffic at the rate of a copy.
+    """
+    read, length = np.array([(len(source), length) for source, length in ordered]).T
     sizes = SIZES[args.size]
     d, layers = sizes["d_model"], sizes["num_layers"]
     flops = flops_of_source(sizes, read)
-    flops += beam * flops_of_target(sizes, vocab_size, written, read)
+    flops += beam * flops_of_target(sizes, vocab_size, length, read)
     # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
     weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
     moved = 0
     for first in range(0, len(ordered), args.batch_size):
         batch = slice(first, first + args.batch_size)
-        for step in range(1, written[batch].max() + 1):
-            live = read[batch][written[batch] >= step]
-            kept = 2 * d * layers * (beam * step * len(live) + live.sum())
-            moved += 4 * int(weights + kept + 2 * len(live) * beam * vocab_size)
+        for step in range(1, length[batch].max() + 1):
+            alive = read[batch][length[batch] >= step]
+            cached = 2 * d * layers * (beam * step * len(alive) + alive.sum())
+            moved += 4 * int(weights + cached + 2 * len(alive) * beam * vocab_size)
     return max(flops / matrix_product_rate(), moved / copy_rate())
 
 
