@@ -445,7 +445,9 @@ def test_a_second_signal_does_not_wait(call, mirror, monkeypatch):
 
 def test_a_model_translates_lines(call, twelve_tokens):
     """Duplicates agree, an empty line stays empty, a long one is truncated and named."""
-    status, out, err = call("translate {run} --scores", b"red\n\nred\n" + b"4 " * 20 + b"\n")
+    status, out, err = call(
+        "translate {run} --scores --beam-size 1", b"red\n\nred\n" + b"4 " * 20 + b"\n"
+    )
     first, empty, third, long = out.split("\n")[:-1]
     assert (status, empty) == (0, "0.0000\t0.0000\t")
     assert first == third and float(long.split("\t")[1]) < 0

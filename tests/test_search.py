@@ -203,7 +203,7 @@ def growing_model(table):
         slow(1, 6, (12,)),
         slow(3, 41, (4,)),
         (3, 41, (1, 2, 3)),
-        (3, 6, (2, 11)),
+        slow(3, 6, (2, 11)),
         slow(3, 6, (12,)),
         slow(3, 41, (12,)),
     ],
@@ -268,7 +268,7 @@ def test_a_beam_of_one_takes_the_likeliest_token_until_it_is_eos(min_length):
 
 @pytest.mark.parametrize("min_length", [0, slow(3)])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(top_k=1), Sampling(temperature=1e-4), Sampling(top_p=1e-6)]
+    "sampling", [Sampling(top_k=1), slow(Sampling(temperature=1e-4)), slow(Sampling(top_p=1e-6))]
 )
 def test_sampling_from_the_likeliest_alone_is_greedy(sampling, min_length):
     """As is sampling at hardly any temperature."""
@@ -351,7 +351,7 @@ def test_the_search_stops_when_nothing_alive_can_be_better(n_best, alpha, steps)
 WIDE = {"beam_size": 8, "n_best": 8}
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(top_k=3, top_p=0.7)])
+@pytest.mark.parametrize("sampling", [None, slow(Sampling(top_k=3, top_p=0.7))])
 def test_a_sentence_depends_on_nothing_but_itself(sampling):
     """Neither on the sentences beside it, nor on how many steps there might be."""
     table, seeds, max_length = random_table(), [3, 4, 5, 6], [6, 9, 4, 8]

@@ -35,7 +35,7 @@ MODELS = {
         **{**TINY, "num_layers": 1}, embeddings="separate", source_vocab_size=13, norm="pre"
     ),
     "learned": ModelConfig(
-        **{**TINY, "num_layers": 1}, positional_encoding="learned", max_positions=7
+        **{**TINY, "num_layers": 1}, positional_encoding="learned", max_positions=7, norm="pre"
     ),
     "remat": ModelConfig(**{**TINY, "num_layers": 1}, remat=True),
     "fused": ModelConfig(**{**TINY, "num_layers": 1}, attention="fused"),
@@ -297,6 +297,7 @@ def test_a_packed_row_gives_what_each_sentence_gives_alone(name):
     assert_allclose(packed[3:], alone[1, :3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_length_of_a_row_changes_nothing():
     """Less padding only changes rounding, because sums are then taken in another order."""
     model = tiny("post")
@@ -366,7 +367,7 @@ def teacher_forced(model, row, history):
     [
         slow("post", 1),
         ("post", 3),
-        ("pre", 1),
+        slow("pre", 1),
         slow("pre", 3),
         ("learned", 3),
         slow("separate", 3),
@@ -543,7 +544,7 @@ def learn(method, **changes):
 
 
 @pytest.mark.parametrize(
-    "method, rates", [("encode", {"dropout": 0.3}), slow("__call__", ALL_DROPOUTS)]
+    "method, rates", [slow("encode", {"dropout": 0.3}), slow("__call__", ALL_DROPOUTS)]
 )
 def test_layers_that_are_recomputed_learn_the_same(method, rates):
     """Chen et al. 2016: the same parameters, loss and gradient; the same key, the same masks."""
