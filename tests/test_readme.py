@@ -20,7 +20,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.fixture
 def quick_compilation():
     """Programs that run a few steps only take less time without optimizations."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
