@@ -103,7 +103,16 @@ def test_a_stop_request_saves_and_the_same_call_continues_bit_for_bit(uncut, tmp
     assert same(uncut.run.path, tmp_path / "cut")
 
 
-def test_ctrl_c_saves_and_returns_and_the_same_call_continues_bit_for_bit(uncut, tmp_path):
+@pytest.fixture
+def python_handles_ctrl_c():
+    """Also where the tests run in the background, whose processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
+def test_ctrl_c_saves_and_returns_and_the_same_call_continues_bit_for_bit(tmp_path):
     """As Stop does in a notebook: an exception in the main thread, wherever it is."""
 
     def interrupt(logits, label):

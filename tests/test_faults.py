@@ -114,6 +114,15 @@ def test_the_lock_of_an_ended_process_is_taken_over(tmp_path):
 # A terminal that is closed.
 
 
+@pytest.fixture
+def hangups_arrive():
+    """Also under nohup, which ignores them; and so does every handler of ours, then."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups_arrive")
 def test_a_closed_terminal_requests_a_stop_once_and_for_all():
     """The system sends SIGHUP, and the shell again: the second must not end the process."""
     with StopRequest() as stop:
@@ -122,6 +131,7 @@ def test_a_closed_terminal_requests_a_stop_once_and_for_all():
         assert stop() and stop.status == 128 + signal.SIGHUP
 
 
+@pytest.mark.usefixtures("hangups_arrive")
 def test_a_closed_terminal_interrupts_only_once():
     with InterruptOnSignal() as stop:
         with pytest.raises(KeyboardInterrupt):
