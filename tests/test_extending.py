@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxformer_min import KeyValue
+
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
@@ -45,10 +47,8 @@ def check_linear_attention(names):
         weights = [feature(query[q]) @ feature(key[k]) * mask[q, k] for k in range(4)]
         for k in range(4):
             expected[q] += weights[k] * value[k] / (sum(weights) or 1)
-    attended = (
-        names["MultiHeadAttention"]
-        .__call__.__globals__["KeyValue"]
-        .of(jnp.asarray(key, jnp.float32)[None, None], jnp.asarray(value, jnp.float32)[None, None])
+    attended = KeyValue.of(
+        jnp.asarray(key, jnp.float32)[None, None], jnp.asarray(value, jnp.float32)[None, None]
     )
     module = names["LinearAttention"](names["config"].model)
     found = module.attend(jnp.asarray(query[:3], jnp.float32)[None, None], attended, mask[None])
