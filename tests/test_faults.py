@@ -152,6 +152,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hangups_arrive")
 def test_training_saves_when_its_terminal_is_closed(tmp_path):
     """A terminal of its own, controlling: only such a one sends SIGHUP when it is closed."""
     workdir = tmp_path / "run"
