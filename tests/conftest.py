@@ -1,11 +1,20 @@
 """Two virtual devices, and every annotated shape checked, before jax or the package is imported."""
 
+import ctypes
 import gc
+import importlib.metadata
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+# Compiled as quickly as possible: most of the time of these tests is compilation.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=2 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know it
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Programs compiled once a session, by whichever process of it; nothing of the user's is touched.
 os.environ.setdefault("FLAXFORMER_TEST_CACHE", tempfile.mkdtemp(prefix="flaxformer_min-tests-"))
 os.environ["XDG_CACHE_HOME"] = os.environ["FLAXFORMER_TEST_CACHE"]
@@ -33,6 +42,8 @@ def memory_is_given_back():
     yield
     jax.clear_caches()
     gc.collect()
+    if sys.platform == "linux":  # glibc keeps what compilation freed
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture

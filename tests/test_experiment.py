@@ -95,6 +95,7 @@ def test_a_call_on_a_finished_run_returns_what_it_found(uncut):
     assert again.step == 6 and again.validation == uncut.validation
 
 
+@pytest.mark.slow
 def test_a_stop_request_saves_and_the_same_call_continues_bit_for_bit(uncut, tmp_path):
     polls = iter(range(100))
     part = train(CONFIG, tmp_path / "cut", pairs=PAIRS, stop=lambda: next(polls) >= 2)
@@ -186,6 +187,7 @@ def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_model_is_loaded_with_that_model_only(tmp_path):
     def constant(positions, d_model):
         return jnp.ones((positions.shape[0], d_model))
@@ -234,6 +236,7 @@ class Counting:
         return self._fingerprint
 
 
+@pytest.mark.slow
 def test_pairs_with_a_fingerprint_are_encoded_once(tmp_path):
     for name, expected in (("first", True), ("second", False)):
         text = Counting(PAIRS["train"], "the words of this test, reversed")
@@ -248,6 +251,7 @@ def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
         train(uncut.run.config(), uncut.run.path)
 
 
+@pytest.mark.slow
 def test_the_test_split_is_scored_with_what_the_run_translates_with(tmp_path):
     test = reversed_words(4, 2)
     result = train(CONFIG, tmp_path / "run", pairs={**PAIRS, "test": test})

@@ -48,7 +48,9 @@ def test_every_layer_norm_has_the_epsilon_of_the_config(norm, monkeypatch):
         np.testing.assert_allclose(logits[row][real], expected[real], atol=2e-5)
 
 
-@pytest.mark.parametrize("embeddings", ["shared", "target_tied"])
+@pytest.mark.parametrize(
+    "embeddings", [pytest.param("shared", marks=pytest.mark.slow), "target_tied"]
+)
 def test_a_bias_is_added_to_tied_logits(embeddings):
     """In training and in each step of decoding, which share `logits`; it begins as zeros."""
     tiny = reference.tiny(ModelConfig(**SIZES, embeddings=embeddings, output_bias=True))

@@ -31,7 +31,7 @@ from flaxformer_min.training.metrics import read_metrics
 
 
 @contextlib.contextmanager
-def pair(*command, flags="--xla_force_host_platform_device_count=1"):
+def pair(*command, flags=os.environ["XLA_FLAGS"].replace("device_count=2", "device_count=1")):
     """Two processes, of one device each if not told else, that find each other; none is left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -363,7 +363,8 @@ def with_workers(encoded, tmp_path):
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moment", [pytest.param("starts", marks=pytest.mark.slow), "continues"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starts", "continues"])
 def test_ctrl_c_does_not_end_the_workers(with_workers, moment):
     """A terminal sends it to all processes; the run must finish its step and save."""
     while with_workers.stdout.readline().strip() != moment:

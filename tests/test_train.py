@@ -212,6 +212,7 @@ def test_two_vocabularies_are_trained_for_separate_embeddings(tmp_path):
 BLAME = r"produced the first (NaN|infinity), .* at flaxformer_min/model/\w+.py:\d+, in"
 
 
+@pytest.mark.slow
 def test_debugging_names_the_operation_behind_numbers_that_are_too_large(config, tmp_path):
     former = train(with_steps(config, 1), tmp_path / "former").run
     huge = jax.tree.map(lambda leaf: 1e30 * leaf, former.params().params)

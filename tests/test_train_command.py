@@ -196,6 +196,7 @@ def test_a_command_to_go_on_can_be_pasted(config, tmp_path, monkeypatch, capsys,
     assert words.stdout.splitlines() == [*program, *arguments]
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_step_saves_it_and_the_same_command_goes_on(config, tmp_path, capsys):
     def signal_in_step_2(state):
         if int(state.step) == 2:

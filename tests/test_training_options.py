@@ -309,6 +309,7 @@ def settings(folder, **training):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_learned")
 def test_a_mean_is_dropped_when_a_run_continues_or_wants_none(tmp_path):
     """A run of 4 steps: the mean is compared again at its end, and is obsolete before that."""

@@ -116,6 +116,7 @@ def test_a_translation_does_not_depend_on_padding_of_many_tokens(translator, opt
     assert_same(found[1:], expected[:5])
 
 
+@pytest.mark.slow
 def test_a_translation_does_not_depend_on_the_number_of_cores(
     run, options, expected, short, monkeypatch
 ):
@@ -189,10 +190,8 @@ def speller():
     return Translator([Transformer(config)], [random_params(config)], (Letters(), Letters()))
 
 
-@pytest.mark.parametrize(
-    "alpha",
-    [pytest.param(0.0, marks=pytest.mark.slow), 0.6, pytest.param(1.0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_the_score_of_a_hypothesis_is_that_of_the_beam(speller, alpha):
     """EOS included, and the length penalty of Wu et al. 2016 over all tokens."""
     lines = ["ABC", "ABCDEFGHIJ", "F"]
