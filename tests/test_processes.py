@@ -29,9 +29,11 @@ from flaxformer_min.runtime.distributed import (
 )
 from flaxformer_min.training.metrics import read_metrics
 
+ALONE = os.environ["XLA_FLAGS"].replace("device_count=2", "device_count=1")
+
 
 @contextlib.contextmanager
-def pair(*command, flags=os.environ["XLA_FLAGS"].replace("device_count=2", "device_count=1")):
+def pair(*command, flags=ALONE):
     """Two processes, of one device each if not told else, that find each other; none is left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
