@@ -25,7 +25,7 @@ from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import TrainState, init_state, make_train_step
 
-MODEL = ModelConfig(vocab_size=20, num_layers=1, d_model=16, d_ff=32, num_heads=2, dropout=0.0)
+MODEL = ModelConfig(vocab_size=20, num_layers=1, d_model=16, d_ff=32, num_heads=2)
 
 
 def uneven_batch(rng):

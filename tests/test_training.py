@@ -18,6 +18,7 @@ from loss_curve import loss_curve
 
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
+from flaxformer_min.model.dropout import BY_ROW, masks_by_row
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.tokens import Batch, one_sentence_per_row
@@ -26,7 +27,13 @@ from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
 from flaxformer_min.training.metrics import MetricsLog, read_metrics
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.schedule import learning_rate
-from flaxformer_min.training.step import TrainState, init_state, make_eval_step, make_train_step
+from flaxformer_min.training.step import (
+    TrainState,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    randomness,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +53,10 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=slow), pytest.param(8, marks=slow)])
 def test_many_devices_learn_what_one_learns(devices):
-    """Uneven token counts included: sums are divided once, by the global number of tokens."""
+    """With dropout, and uneven token counts: sums are divided once, by the global number of tokens.
+
+    The masks of a row depend on its place in the whole batch, not on the device that holds it.
+    """
     one, many = curve(1), curve(devices)
     assert (one["devices"], many["devices"]) == (1, devices)
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
@@ -134,9 +144,10 @@ def learner():
     config = Config(model=sizes, training=TrainingConfig(warmup_steps=5))
     model = Transformer(sizes)
 
-    def logits(params, batch, key):
-        rngs = {} if key is None else {"dropout": key}
-        return model.apply({"params": params}, batch, rngs=rngs)
+    def logits(params, batch, key, row=0):
+        rngs = {} if key is None else {"dropout": key, BY_ROW: key}
+        with masks_by_row(jnp.array([row])):
+            return model.apply({"params": params}, batch, rngs=rngs)
 
     step, first = make_train_step(model, config), init_state(model, config)
     return Learner(model, config, step, first, jax.jit(logits))
@@ -169,16 +180,27 @@ def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again(learner):
     assert compiled.programs == before
 
 
-def test_devices_draw_different_dropout(learner):
+def test_a_batch_has_each_row_once_and_other_modules_have_keys_of_their_own():
+    """Modules that draw without regard to rows would have one mask on all devices."""
+    config = TrainingConfig(gradient_accumulation=2)
+    state = TrainState(3, None, None, jax.random.key(0))
+    parts = [randomness(state, device, number, 5, config) for device in (0, 1) for number in (0, 1)]
+    assert jnp.concatenate([part.rows for part in parts]).tolist() == list(range(20))
+    keys = {
+        name: {tuple(jax.random.key_data(part.rngs[name]).tolist()) for part in parts}
+        for name in (BY_ROW, "dropout")
+    }
+    assert [len(different) for different in keys.values()] == [1, 4]
+
+
+def test_rows_draw_different_dropout(learner):
     """The same row on both devices: with one mask for both, its share would simply double."""
     tokens = two_rows().source
     same = jax.tree.map(lambda column: jnp.stack([column[1], column[1]]), tokens)
     state = learner.state()
     key = jax.random.fold_in(state.key, 0)
     row = jax.tree.map(lambda column: column[0, 0], Batch(same, same))
-    logits = [
-        learner.logits(state.params, row, jax.random.fold_in(key, device)) for device in (0, 1)
-    ]
+    logits = [learner.logits(state.params, row, key, number) for number in (0, 1)]
     sums = [
         sum_over_tokens(
             lambda logits: logits,

@@ -34,7 +34,13 @@ from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training import loss as loss_module
 from flaxformer_min.training.loop import Progress, Trainer
 from flaxformer_min.training.loss import Sums, sum_over_tokens
-from flaxformer_min.training.step import TrainState, gradient_sums, init_state, make_train_step
+from flaxformer_min.training.step import (
+    TrainState,
+    gradient_sums,
+    init_state,
+    make_train_step,
+    randomness,
+)
 
 CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
 MODEL = Transformer(CONFIG)
@@ -136,14 +142,14 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
 
 def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
-    key, combinations = (
-        jax.random.key(1),
-        ((0.0, 0.0), (0.0, 1.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0)),
-    )
+    combinations = ((0.0, 0.0), (0.0, 1.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))
+    batch = two_rows()
+    state = TrainState(jnp.int32(0), None, None, jax.random.key(1))
+    random = randomness(state, 0, 0, len(batch.target.ids), TrainingConfig())
 
     def loss(params, dropout, r_drop):
         model = Transformer(dataclasses.replace(CONFIG, dropout=dropout))
-        return gradient_sums(model, params, two_rows(), key, TrainingConfig(r_drop=r_drop))[1].loss
+        return gradient_sums(model, params, batch, random, TrainingConfig(r_drop=r_drop))[1].loss
 
     _, first = averaging_learner
     together = jax.jit(lambda params: [loss(params, *each) for each in combinations])

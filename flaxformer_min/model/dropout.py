@@ -1,11 +1,19 @@
 """Dropout (section 5.4) with one random byte per value, because random bits dominate its cost."""
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
+
+BY_ROW = "dropout_by_row"
+"""The name of the random keys of `masks_by_row` in `rngs`."""
+
+_ROWS: contextvars.ContextVar[Int[Array, "rows"]] = contextvars.ContextVar("rows")
 
 
 def realised_rate(rate: float) -> float:
@@ -28,10 +36,25 @@ def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[
     return random_bytes.reshape(shape) >= round(realised_rate(rate) * 256)
 
 
+@contextlib.contextmanager
+def masks_by_row(numbers: Int[Array, "rows"]) -> Iterator[None]:
+    """Let dropout in the body draw the masks of each row from its number, not from its place.
+
+    Then a row has the same masks whichever device holds it. Within the body, `rngs` must have a key
+    `BY_ROW` in addition, the same for all devices, and the first axis of all values is that of the
+    rows. Flax hands modules one key for all rows, hence a context.
+    """
+    before = _ROWS.set(numbers)
+    try:
+        yield
+    finally:
+        _ROWS.reset(before)
+
+
 class Dropout(nn.Module):
     """Dropout, which zeroes a share of the values and scales up the rest.
 
-    Active if `rngs` has a key "dropout"; otherwise this is the identity.
+    Active if `rngs` has a key "dropout"; otherwise this is the identity. See `masks_by_row`, too.
     """
 
     rate: float
@@ -41,5 +64,9 @@ class Dropout(nn.Module):
         """Return `x` with each value either zeroed or divided by the share that is kept."""
         if self.rate == 0 or not self.has_rng("dropout"):
             return x
-        keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape)
+        if self.has_rng(BY_ROW):
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng(BY_ROW), _ROWS.get())
+            keep = jax.vmap(lambda key: keep_mask(key, self.rate, x.shape[1:]))(keys)
+        else:
+            keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape)
         return jnp.where(keep, x / (1 - realised_rate(self.rate)), 0).astype(x.dtype)

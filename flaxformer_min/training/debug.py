@@ -13,7 +13,7 @@ from flaxformer_min.config import TrainingConfig
 from flaxformer_min.runtime.distributed import gather
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.loss import TokenLoss
-from flaxformer_min.training.step import Metrics, TrainState, dropout_key, gradient_sums
+from flaxformer_min.training.step import Metrics, TrainState, gradient_sums, randomness
 
 PACKAGE = Path(__file__).parents[1]
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -68,10 +68,10 @@ def find_not_finite(
             return f"the parameter {name} is not finite"
     for device, number, part in _parts(batch):
         device += jax.process_index() * jax.local_device_count()
-        key = dropout_key(state, device, number, config)
+        random = randomness(state, device, number, part.target.ids.shape[0], config)
 
-        def gradients(params: Any, part: Batch = part, key: Any = key) -> Any:
-            return gradient_sums(model, params, part, key, config, token_loss)
+        def gradients(params: Any, part: Batch = part, random: Any = random) -> Any:
+            return gradient_sums(model, params, part, random, config, token_loss)
 
         program = jax.make_jaxpr(gradients)(state.params)
         try:

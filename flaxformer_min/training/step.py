@@ -13,6 +13,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
+from flaxformer_min.model.dropout import BY_ROW, masks_by_row
 from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
@@ -80,32 +81,54 @@ def _all_logits(model: nn.Module, batch: Batch) -> Float[Array, "batch target vo
     return model.logits(model.hidden_states(batch))
 
 
-def dropout_key(
+class Randomness(NamedTuple):
+    """What the dropout of an accumulated batch of a device depends on.
+
+    rngs: random keys, as Linen modules take them.
+    rows: numbers of the rows in the whole batch, however many devices and accumulated batches share
+          it (see `shard_batch`).
+    """
+
+    rngs: dict[str, Key[Array, ""]]
+    rows: Int[Array, "rows"]
+
+
+def randomness(
     state: TrainState,
     device: Int[Array, ""] | int,
     number: Int[Array, ""] | int,
+    rows: int,
     config: TrainingConfig,
-) -> Key[Array, ""]:
-    """Return the key of a step, device and accumulated batch."""
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), device)
-    return key if config.gradient_accumulation == 1 else jax.random.fold_in(key, number)
+) -> Randomness:
+    """Return the randomness of a step, device and accumulated batch of so many rows.
+
+    The masks of `model.dropout` depend on the step and the number of the row alone. Modules that
+    draw otherwise have a key of their own for each device and accumulated batch.
+    """
+    place = device * config.gradient_accumulation + number
+    key = jax.random.fold_in(state.key, state.step)
+    rngs = {BY_ROW: key, "dropout": jax.random.fold_in(key, place)}
+    return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
 
 
 def gradient_sums(
     model: nn.Module,
     params: Params,
     batch: Batch,
-    key: Key[Array, ""],
+    random: Randomness,
     config: TrainingConfig,
     token_loss: TokenLoss | None = None,
 ) -> tuple[Params, Sums]:
     """Return the gradient of the loss summed over the tokens of `batch`, and the sums."""
+    inputs, rows = batch, random.rows
+    if config.r_drop:  # each row twice, under two masks
+        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+        rows = jnp.concatenate([rows, -1 - rows])
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
-        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch) if config.r_drop else batch
         variables, target = {"params": params}, batch.target
-        rngs = {"dropout": key}
-        hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=rngs)
+        with masks_by_row(rows):
+            hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
         sums = sum_over_tokens(
             partial(model.apply, variables, method="logits"),
             hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
@@ -188,8 +211,8 @@ def _sum_of_batches(
     device = jax.lax.axis_index("devices")
 
     def of_batch(number: Int[Array, ""] | int, part: Batch) -> tuple[Params, Sums]:
-        key = dropout_key(state, device, number, config)
-        return gradient_sums(model, state.params, part, key, config, token_loss)
+        random = randomness(state, device, number, part.target.ids.shape[0], config)
+        return gradient_sums(model, state.params, part, random, config, token_loss)
 
     if config.gradient_accumulation == 1:
         return of_batch(0, jax.tree.map(lambda column: column[0], batch))
