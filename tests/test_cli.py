@@ -716,6 +716,31 @@ def test_output_to_a_pipe_of_the_shell_is_written_to(paths, environment):
     assert (done.returncode, done.stdout.count(b"\n"), done.stderr) == (0, 1, b"")
 
 
+@pytest.mark.parametrize(
+    "library, command",
+    [
+        ("jax", ["translate", "no-run"]),
+        pytest.param("orbax", ["translate", "no-run"], marks=pytest.mark.slow),
+        pytest.param("jax", ["train", "--help"], marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_while_libraries_are_imported_ends_the_process_quietly(
+    environment, library, command
+):
+    program = (
+        "import os, signal, sys;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "library, stop = sys.argv.pop(1), lambda: os.kill(os.getpid(), signal.SIGINT);"
+        "find = lambda name, *_: stop() if name == library else None;"
+        "sys.meta_path.insert(0, type('Finder', (), {'find_spec': staticmethod(find)}));"
+        "from flaxformer_min import cli; sys.exit(cli.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, library, *command], env=environment, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 @pytest.mark.slow
 def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
     """Nor for the thread that runs it, as Python would at its end."""

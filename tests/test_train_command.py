@@ -242,8 +242,8 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(config, tmp_path
 def test_a_reader_who_goes_does_not_end_the_run(tmp_path, config):
     """Nor cost it what it has learned: `train.py | tee log`, and Ctrl-C, which ends both."""
     code = (
-        "import sys; from flaxformer_min.cli import train_command; "
-        f"status = train_command([{config!r}, '--workdir', {str(tmp_path / 'run')!r}]); "
+        "import sys; from flaxformer_min.cli import main; "
+        f"status = main(['train', {config!r}, '--workdir', {str(tmp_path / 'run')!r}]); "
         "sys.stderr.write(f'status {status}')"
     )
     with subprocess.Popen(

@@ -38,13 +38,14 @@ def main(argv: list[str] | None = None) -> int:
         open_streams()
         argv = sys.argv[1:]
     if argv[:1] == ["train"]:
-        return train_command(argv[1:])
+        return _train(argv[1:], "flaxformer-min train", owns_process)
     try:
         with Stop() as stop, log_to_terminal("flaxformer-min", level="WARNING"):
             try:
                 args = make_parser().parse_args(argv)
                 if owns_process:
-                    _prepare_jax()
+                    with _ended_by_interrupt(owns_process):
+                        _prepare_jax(loads_model=hasattr(args, "step"))
                 with with_oom_hint(MEMORY_ADVICE):
                     return args.command(args, stop)
             except (KeyboardInterrupt, Stopped):
@@ -62,12 +63,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def train_command(argv: Sequence[str] | None = None, prog: str = "flaxformer-min train") -> int:
-    """Run `flaxformer-min train`, or train.py, and return its exit status; as `main`."""
-    owns_process = argv is None
-    if owns_process:
-        open_streams()
-        argv = sys.argv[1:]
+def train_command(prog: str) -> int:
+    """Run train.py, which is called `prog` in its help, and return its exit status; as `main`."""
+    open_streams()
+    return _train(sys.argv[1:], prog, owns_process=True)
+
+
+def _train(argv: Sequence[str], prog: str, owns_process: bool) -> int:
     with _ended_by_interrupt(owns_process):
         from flaxformer_min.cli.train import main as run
     return run(argv, prog)
@@ -94,10 +96,14 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
-def _prepare_jax() -> None:
+def _prepare_jax(loads_model: bool) -> None:
     from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
     from flaxformer_min.runtime.files import cache_folder
 
     configure_cpu_devices()
     tune_malloc()
     enable_compilation_cache(cache_folder())
+    if loads_model:  # now, while Ctrl-C may end the process
+        import orbax.checkpoint  # noqa: F401
+
+        import flaxformer_min.decoding.translator  # noqa: F401
