@@ -1,6 +1,7 @@
 """Feed the commands what a hostile or unlucky user would: python benchmarks/fuzz.py [--cases 2000].
 
-Mutated settings, metrics, tokenizers, caches and command lines, against a run of random parameters.
+Mutated settings, metrics, tokenizers, caches, models to import and command lines, against a run of
+random parameters.
 Every case must end with status 0 or 2 and without a traceback, within 30 CPU seconds; it must
 import nothing that the folder names, and write nothing outside the folders that the command names.
 The same seed draws the same cases. The last line has the counts; the status is 1 if a case failed.
@@ -36,7 +37,7 @@ NUMBERS += [float("nan"), float("inf")]
 TEXTS = ["", " ", "-", "--", "nan", "1e999", "9" * 30, "-1", "0", "1", "2.0", "None", "[]", "{}"]
 TEXTS += ["../x", "/dev/null", "/dev/full", ".", "a" * 5_000, "\udcff", "\x00", "\n", "é\u202e한"]
 TEXTS += ["tfds:planted_set", "tfds:planted:set", "text:", "cldr:en-en", "text:/proc/self/mem"]
-KINDS = ("settings", "metrics", "tokenizer", "cache", "command", "training command")
+KINDS = ("settings", "metrics", "tokenizer", "cache", "model", "command", "training command")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Place:
         return self.scratch / "run"
 
     @property
+    def model(self) -> Path:
+        """Return the folder of the run's model as Marian's, to be imported."""
+        return self.scratch / "marian"
+
+    @property
     def work(self) -> Path:
         """Return the folder of one case, which is new for each."""
         return self.scratch / "work"
@@ -62,10 +68,11 @@ class Place:
 
 
 def prepare(place: Place) -> None:
-    """Make the run, its text, its cache, and a module and a dataset that must not be imported."""
+    """Make the run, its text, its cache, its export, and what must not be imported by Python."""
     from tiny_run import LINES, make_tiny_run
 
     from flaxformer_min.config import DataConfig
+    from flaxformer_min.interop import export
 
     text, data = place.scratch / "text", place.outside / "data" / "planted_set" / "1.0.0"
     for folder in (text, data):
@@ -81,6 +88,7 @@ def prepare(place: Place) -> None:
     (data / "features.json").write_text('{"type": "planted.Feature"}')
     (data / "dataset_info.json").write_text('{"name": "planted_set", "version": "1.0.0"}')
     encode(place)
+    export(place.run, place.model, format="marian")
 
 
 def encode(place: Place) -> None:
@@ -111,6 +119,13 @@ def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
         else:
             content[at : at + 1] = rng.choice(["-1", "NaN", "[" * 2_000, "1e999", "\0"]).encode()
     return bytes(content)
+
+
+def mutate_files(folder: Path, rng: random.Random) -> None:
+    """Mutate one or two of the files below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in rng.sample(files, rng.choice([1, 2])):
+        file.write_bytes(mutate_bytes(file.read_bytes(), rng))
 
 
 def mutate_settings(text: str, rng: random.Random, place: Place) -> bytes:
@@ -207,10 +222,12 @@ def run_case(kind: str, rng: random.Random, place: Place) -> list[str]:
         tokenizer = place.work / "run" / "tokenizer.model"
         tokenizer.write_bytes(mutate_bytes(tokenizer.read_bytes(), rng))
     elif kind == "cache":
-        files = [path for path in (place.scratch / "cache" / "text").rglob("*") if path.is_file()]
-        for file in rng.sample(files, rng.choice([1, 2])):
-            file.write_bytes(mutate_bytes(file.read_bytes(), rng))
+        mutate_files(place.scratch / "cache" / "text", rng)
         return attempt(lambda: encode(place))
+    elif kind == "model":
+        model = shutil.copytree(place.model, place.work / "model")
+        mutate_files(model, rng)
+        command = ["import", str(model), str(place.work / "imported")]
     elif kind == "command":
         while command[0] == "train":
             command = commands(rng, place)

@@ -30,6 +30,7 @@ def everything():
     return {split: cldr.phrases("en", "ko", split) for split in cldr.SIZES}
 
 
+@pytest.mark.slow
 def test_there_are_fifty_thousand_training_pairs_and_a_thousand_of_each_other(everything):
     assert {split: len(found) for split, found in everything.items()} == {
         "train": 50_000,
@@ -38,12 +39,14 @@ def test_there_are_fifty_thousand_training_pairs_and_a_thousand_of_each_other(ev
     }
 
 
+@pytest.mark.slow
 def test_no_source_text_occurs_twice_in_all_splits(everything):
     """So no text is in two splits, and none has two translations."""
     sources = [phrase.source for found in everything.values() for phrase in found]
     assert len(set(sources)) == len(sources)
 
 
+@pytest.mark.slow
 def test_a_date_belongs_to_one_split(everything):
     """Read back from the English, as the formats with a full year write it."""
 
@@ -66,6 +69,7 @@ def test_a_date_belongs_to_one_split(everything):
     assert date(1970, 1, 1) <= min(dates("train")) and max(dates("train")) < date(2070, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_number_from_100_up_belongs_to_one_split(everything):
     def numbers(split):
         return {
@@ -79,6 +83,7 @@ def test_a_number_from_100_up_belongs_to_one_split(everything):
     assert not large["test"] & large["train"] and not large["validation"] & large["train"]
 
 
+@pytest.mark.slow
 def test_every_word_of_a_test_name_was_seen_in_training(everything):
     """Each name alone, so that what is new in a test list is the company."""
     alone = {p.source: p.target for p in everything["train"] if p.kind in ("territory", "language")}
@@ -92,6 +97,7 @@ def test_every_word_of_a_test_name_was_seen_in_training(everything):
         assert any(phrase.source.endswith(name) for name in alone)
 
 
+@pytest.mark.slow
 def test_a_full_date_means_the_same_on_both_sides(everything):
     """Read with expressions written here, not with Babel."""
     checked = 0
@@ -110,6 +116,7 @@ def test_a_full_date_means_the_same_on_both_sides(everything):
     assert checked > 1_000
 
 
+@pytest.mark.slow
 def test_may_is_one_month_whether_long_or_short(everything):
     """English long and medium dates are one text in May: only the long one is used."""
     may = [p for p in everything["train"] if re.fullmatch(r"May \d+, \d+", p.source)]
@@ -118,6 +125,7 @@ def test_may_is_one_month_whether_long_or_short(everything):
         assert re.fullmatch(r"\d+년 5월 \d+일", phrase.target), phrase
 
 
+@pytest.mark.slow
 def test_nothing_is_a_key_a_pattern_or_a_typographic_space(everything):
     for found in everything.values():
         for kind, *texts in found:
@@ -133,6 +141,7 @@ def test_nothing_is_a_key_a_pattern_or_a_typographic_space(everything):
     assert not any(text.endswith(" minutes") for text in long)
 
 
+@pytest.mark.slow
 def test_there_are_many_kinds_and_none_rules(everything):
     shares = defaultdict(int)
     for phrase in everything["test"]:

@@ -80,6 +80,7 @@ def test_every_usable_pair_is_in_the_rows_once(texts, translator, tmp_path):
     assert found == Counter(fitting)
 
 
+@pytest.mark.slow
 def test_every_text_has_its_own_translation(texts, translator):
     """As many as there are texts, and the same ones in the other order."""
     found = translator.translate(texts)
@@ -89,6 +90,7 @@ def test_every_text_has_its_own_translation(texts, translator):
     assert len(set(found)) > 20
 
 
+@pytest.mark.slow
 def test_every_pair_has_its_own_score(texts, translator):
     pairs = list(zip(texts, reversed(texts), strict=True))
     found = translator.score(pairs)

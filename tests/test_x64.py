@@ -53,6 +53,7 @@ def test_parameters_are_float32(settings):
     assert dtypes(shapes_of(Transformer(config))) == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MODELS)
 def test_a_training_step_keeps_every_type(settings):
     model = ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2, **settings)
