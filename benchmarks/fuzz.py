@@ -151,6 +151,7 @@ def commands(rng: random.Random, place: Place) -> list[str]:
             ["translate", run, "--input", lines, "--output", out],
             ["score", run, lines, lines],
             ["evaluate", run, "--source", lines, "--reference", lines, "--output", out],
+            ["evaluate", run, "--corpus", f"text:{place.scratch}/text", "--json"],
             ["evaluate", run, "--json"],
             ["plot", "curves", run, "--output", f"{out}.svg"],
             ["plot", "attention", run, "the red house", "--output", f"{out}.html"],

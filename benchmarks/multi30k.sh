@@ -56,5 +56,5 @@ for seed in "${@:-0}"; do
     train "diverse-$seed" "$runs/text" --training.init-from "$runs/sampled" --training.seed "$seed" \
         --training.steps 8000 --training.warmup-steps 1000 --training.learning-rate-scale 0.5 \
         --training.cooldown-steps 7000
-    flaxformer-min evaluate "$runs/diverse-$seed" --lowercase
+    flaxformer-min evaluate "$runs/diverse-$seed" --corpus "text:$runs/text" --lowercase
 done

@@ -232,12 +232,14 @@ ERRORS = [
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
-    ("evaluate {run} --split nope", "nope.*own corpus; --source and --reference name other"),
+    ("evaluate {run} --corpus text:{corpus} --split nope", "nope.*--corpus names another corpus"),
+    ("evaluate {run}", "read only if you name it: .* Give --corpus text:.*corpus, or --source"),
+    ("evaluate {run} --source {one} --reference {one} --corpus cldr:en-ko", "--corpus has its own"),
     ("evaluate {run} --source {one}", "--source and --reference belong together"),
-    ("evaluate {run} --source {one} --reference {one} --split test", "--split is of the run's own"),
+    ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
     ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
     ("evaluate {run} --source {none} --reference {none}", "no pair with text on both sides"),
-    ("evaluate {run} --tokenize moses", "one of .*13a.*; got 'moses'"),
+    ("evaluate {run} --corpus text:{corpus} --tokenize moses", "one of .*13a.*; got 'moses'"),
     ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf, .html"),
     ("plot attention {run} hi --output {tmp}/map.html --layer 1", "a page shows all layers"),
     ("plot attention {run} hi --output {tmp}/map.png --layer 3", "--layer must be at most 2"),
@@ -534,7 +536,8 @@ def test_files_that_cannot_be_read_twice_are_scored_too(call, one_nat, tmp_path)
 
 def test_evaluation_measures_and_names_what_was_used(call, paths, mirror, one_nat, tmp_path):
     """Two pairs of four have an empty side; they keep their lines in the output."""
-    status, out, _ = call("evaluate {run} --json --output {tmp}/out --beam-size 1 --min-length 2")
+    of_corpus = "evaluate {run} --corpus text:{corpus} --json"
+    status, out, _ = call(of_corpus + " --output {tmp}/out --beam-size 1 --min-length 2")
     report = json.loads(out)
     assert status == 0
     assert (tmp_path / "out").read_text() == "esuoh der eht\n\nsrood eulb\n\n"
@@ -566,7 +569,9 @@ def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirr
 def test_evaluation_of_another_split(call, mirror, one_nat, paths):
     for language in ("en", "ko"):
         (paths["corpus"] / f"dev.{language}").write_text("otto\n")
-    _, out, _ = call("evaluate {run} --split validation --json --tokenize char")
+    _, out, _ = call(
+        "evaluate {run} --corpus text:{corpus} --split validation --json --tokenize char"
+    )
     assert json.loads(out)["exact_match"] == 1
     assert json.loads(out)["data"].startswith("validation of text:")
 

@@ -339,6 +339,14 @@ def test_a_run_chooses_no_folder_for_caches(tmp_path, caplog):
     assert read_arguments(typed, "train.py").data.cache_dir == elsewhere
 
 
+def test_a_run_chooses_no_text_to_be_read(tmp_path, capsys, monkeypatch):
+    run = make_tiny_run(tmp_path / "run", steps=())
+    rewrite_config(run, "data", corpus=f"text:{tmp_path}/my diary")
+    monkeypatch.setattr("flaxformer_min.data.corpora.read_pairs", lambda *_: 1 / 0)
+    assert cli.main(["evaluate", str(run)]) == 2
+    assert f"Give --corpus 'text:{tmp_path}/my diary'" in capsys.readouterr().err
+
+
 def test_an_own_config_chooses_the_folder_for_caches(tmp_path):
     (tmp_path / "own.py").write_text(
         "from flaxformer_min.config import *\nconfig = Config(DataConfig(cache_dir='here'))\n"

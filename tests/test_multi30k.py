@@ -75,7 +75,7 @@ def test_the_last_runs_are_trained_on_the_text_and_both_translations(tmp_path, s
     begun = [f"--training.init-from {tmp_path}/runs/sampled " in call for call in trained]
     assert begun == [False, False, True, True]
     assert "--training.seed 4" in trained[-1]
-    assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --lowercase"
+    assert calls[-1] == f"evaluate {tmp_path}/runs/diverse-4 --corpus text:{text} --lowercase"
 
 
 def test_nothing_is_translated_or_written_twice(tmp_path, start):

@@ -99,7 +99,9 @@ def _add_evaluate(commands: Any) -> None:
     parser = _add_command(commands, "evaluate", purpose, evaluate)
     add = parser.add_argument
     _add_runs(parser)
-    add("--split", metavar="NAME", help="split of the run's corpus (default: test)")
+    add("--corpus", metavar="CORPUS",
+        help="where the split is from (default: the run's own corpus)")
+    add("--split", metavar="NAME", help="split of the corpus (default: test)")
     add("--source", metavar="FILE", help="sentences to translate (default: those of the split)")
     add("--reference", metavar="FILE",
         help="their translations, line by line (default: those of the split)")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import shlex
 from typing import Any
 
 from flaxformer_min.cli.lines import (
@@ -76,23 +77,35 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
     if (args.source is None) != (args.reference is None):
         raise ValueError("--source and --reference belong together; give both or neither.")
     if args.source is None:
-        split = args.split or "test"
+        corpus, split = args.corpus or _corpus_of_run(data.corpus), args.split or "test"
         try:
-            pairs = list(read_pairs(data.corpus, split, data.languages, data.cache_dir))
+            pairs = list(read_pairs(corpus, split, data.languages, data.cache_dir))
         except ValueError as error:
             where = ""
-            if data.corpus.startswith("tfds:"):
+            if corpus.startswith("tfds:"):
                 where = "TFDS_DATA_DIR may name the folder of prepared datasets. "
             raise ValueError(
-                f"{error} {where}That is the run's own corpus; --source and --reference name other "
-                "text."
+                f"{error} {where}--corpus names another corpus; --source and --reference name "
+                "files."
             ) from error
-        return f"{split} of {data.corpus}", data.languages, pairs
-    if args.split is not None:
-        raise ValueError("--split is of the run's own corpus; leave it out beside --source.")
+        return f"{split} of {corpus}", data.languages, pairs
+    for name in ("split", "corpus"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} has its own references; leave it out beside --source.")
     chunks = read_aligned(args.source, args.reference)
     pairs = [pair for _, sides in chunks for pair in zip(*sides, strict=True)]
     return f"{args.source} and {args.reference}", data.languages, pairs
+
+
+def _corpus_of_run(corpus: str) -> str:
+    """Return the corpus that a run names, unless it is text somewhere on this machine."""
+    if corpus.startswith("text:"):
+        raise ValueError(
+            "text outside of the run is read only if you name it, because a run may come from a "
+            f"stranger; this one names {corpus}. Give --corpus {shlex.quote(corpus)}, or --source "
+            "and --reference."
+        )
+    return corpus
 
 
 def _translate_and_score(
