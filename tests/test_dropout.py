@@ -11,7 +11,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm
-from flaxformer_min.model.dropout import Dropout, keep_mask, realised_rate
+from flaxformer_min.model.dropout import (
+    BY_ROW,
+    Dropout,
+    keep_mask,
+    masks_by_row,
+    realised_rate,
+)
 from flaxformer_min.model.embedding import Embedding
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
@@ -161,3 +167,27 @@ def test_a_whole_model_is_noisy_by_its_key_alone():
     first, again, other = (np.asarray(noisy(jax.random.key(seed))) for seed in (0, 0, 1))
     assert_array_equal(first, again)
     assert (first != other).any(axis=-1).all()
+
+
+def masked_by_row(x, rows):
+    """The values after dropout, with the numbers of the rows that the context is given."""
+    key = jax.random.key(3)
+    with masks_by_row(jnp.array(rows, jnp.int32)):
+        return Dropout(0.5).apply({}, x, rngs={"dropout": key, BY_ROW: key})
+
+
+def test_the_mask_of_a_row_depends_on_its_number_and_not_on_its_place():
+    alone, first, last = (
+        masked_by_row(jnp.ones((len(n), 99)), n) for n in ([7], [7, 2], [1, 2, 7])
+    )
+    assert_array_equal(alone[0], first[0])
+    assert_array_equal(alone[0], last[2])
+    rows = np.asarray(last) > 0
+    assert len({row.tobytes() for row in rows}) == 3 and 0.3 < rows.mean() < 0.7
+
+
+def test_values_that_are_not_of_rows_are_masked_as_usual():
+    """A module of one's own may drop what all rows share: its shape must stay."""
+    key = jax.random.key(3)
+    usual = Dropout(0.5).apply({}, jnp.ones((1, 99)), rngs={"dropout": key})
+    assert_array_equal(masked_by_row(jnp.ones((1, 99)), [4, 5, 6]), usual)

@@ -40,9 +40,9 @@ def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[
 def masks_by_row(numbers: Int[Array, "rows"]) -> Iterator[None]:
     """Let dropout in the body draw the masks of each row from its number, not from its place.
 
-    Then a row has the same masks whichever device holds it. Within the body, `rngs` must have a key
-    `BY_ROW` in addition, the same for all devices, and the first axis of all values is that of the
-    rows. Flax hands modules one key for all rows, hence a context.
+    Then a row has the same masks whichever device holds it. `rngs` must have a key `BY_ROW`, too,
+    the same for all devices. Values whose first axis is not that of the rows are masked as usual.
+    A context, because Flax gives modules one key for all rows.
     """
     before = _ROWS.set(numbers)
     try:
@@ -64,8 +64,9 @@ class Dropout(nn.Module):
         """Return `x` with each value either zeroed or divided by the share that is kept."""
         if self.rate == 0 or not self.has_rng("dropout"):
             return x
-        if self.has_rng(BY_ROW):
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng(BY_ROW), _ROWS.get())
+        rows = _ROWS.get(None)
+        if rows is not None and rows.shape == x.shape[:1]:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng(BY_ROW), rows)
             keep = jax.vmap(lambda key: keep_mask(key, self.rate, x.shape[1:]))(keys)
         else:
             keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape)

@@ -143,6 +143,11 @@ def gradient_sums(
     return jax.grad(loss, has_aux=True)(params)
 
 
+def sum_over_devices(tree: Any) -> Any:
+    """Return the sum of each array over the devices of `pmap`, of all processes."""
+    return jax.lax.psum(tree, "devices")
+
+
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
     """Return the exponential moving average after one more step.
 
@@ -178,7 +183,7 @@ def make_train_step(
         total = _sum_of_batches(model, state, batch, training, token_loss)
         sides = [side.segments for side in batch]
         real = sum(jnp.count_nonzero(segments) for segments in sides)
-        (gradients, sums), real = jax.lax.psum((total, real), "devices")
+        (gradients, sums), real = sum_over_devices((total, real))
         tokens = jnp.maximum(sums.tokens, 1.0)
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         norm = optax.tree.norm(gradients)
@@ -188,7 +193,7 @@ def make_train_step(
             "accuracy": sums.correct / tokens,
             "tokens": sums.tokens,
             "real": real.astype(jnp.float32),
-            "positions": jax.lax.psum(jnp.float32(sum(each.size for each in sides)), "devices"),
+            "positions": sum_over_devices(jnp.float32(sum(each.size for each in sides))),
             "gradient_norm": norm,
             "learning_rate": rate(state.step),
             "skipped": (~finite).astype(jnp.float32),
@@ -256,6 +261,6 @@ def make_eval_step(model: nn.Module) -> Callable[[Params, Batch], Sums]:
         hidden_states = model.apply({"params": params}, batch, method="hidden_states")
         target, logits = batch.target, partial(model.apply, {"params": params}, method="logits")
         sums = sum_over_tokens(logits, hidden_states[None], target.ids, target.segments)
-        return jax.lax.psum(sums, "devices")
+        return sum_over_devices(sums)
 
     return jax.pmap(eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None)
