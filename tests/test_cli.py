@@ -233,7 +233,7 @@ ERRORS = [
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
     ("evaluate {run} --corpus text:{corpus} --split nope", "nope.*--corpus names another corpus"),
-    ("evaluate {run}", "read only if you name it: .* Give --corpus text:.*corpus, or --source"),
+    ("evaluate {run}", "read only if you name it, .* Give --corpus text:.*corpus, or --source"),
     ("evaluate {run} --source {one} --reference {one} --corpus cldr:en-ko", "--corpus has its own"),
     ("evaluate {run} --source {one}", "--source and --reference belong together"),
     ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
