@@ -25,7 +25,6 @@ from flaxformer_min.evaluation import perplexity
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
     from flaxformer_min import evaluation
-    from flaxformer_min.data.corpora.pairs import is_empty
     from flaxformer_min.languages import parse_languages
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as output:
@@ -33,11 +32,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         target = parse_languages(languages)[1] if languages else ""
         tokenize = args.tokenize or evaluation.default_tokenize(target)
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
-        used = [not is_empty(pair) for pair in pairs]
-        if not any(used):
-            raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
-        # Skipped pairs keep their position, so that warnings have the right line number.
-        pairs = [pair if use else ("", "") for pair, use in zip(pairs, used, strict=True)]
+        pairs, used = _without_text_of_skipped(pairs, data)
         translator = load(args)
         options = search_options(args, translator)
         speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
@@ -95,6 +90,21 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
     chunks = read_aligned(args.source, args.reference)
     pairs = [pair for _, sides in chunks for pair in zip(*sides, strict=True)]
     return f"{args.source} and {args.reference}", data.languages, pairs
+
+
+def _without_text_of_skipped(
+    pairs: list[tuple[str, str]], data: str
+) -> tuple[list[tuple[str, str]], list[bool]]:
+    """Return the pairs, those with an empty side as ("", ""), and which have text on both.
+
+    Skipped pairs keep their position, so that warnings have the right line number.
+    """
+    from flaxformer_min.data.corpora.pairs import is_empty
+
+    used = [not is_empty(pair) for pair in pairs]
+    if not any(used):
+        raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
+    return [pair if use else ("", "") for pair, use in zip(pairs, used, strict=True)], used
 
 
 def _corpus_of_run(corpus: str) -> str:

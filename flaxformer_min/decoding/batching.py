@@ -21,7 +21,7 @@ from flaxformer_min.decoding.search import Hypotheses, Prefix, search
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
-from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
+from flaxformer_min.tokens import PAD, Batch, Tokens, one_sentence_per_row
 
 LENGTHS = (12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens that sentences are padded to; no source may be longer than the last."""
@@ -265,18 +265,12 @@ def _search(
     if max_positions:
         steps = min(steps, max_positions)
     capacities = _capacities(source.shape[1], steps)
-    tokens = one_sentence_per_row(source)
-    caches, forced = [], []
-    for model, weights in zip(models, params, strict=True):
-        apply = partial(model.apply, {"params": weights})
-        cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
-        # Without the barrier XLA moves a transposition of these keys into every step.
-        cross = jax.lax.optimization_barrier(cross)
-        start = (cross, options.beam_size, [*capacities, steps][0], prefix)
-        cache, log_probs = apply(*start, method="prefill")
-        caches.append((cross, cache))
-        forced.append(log_probs)
-
+    given = one_sentence_per_row(source), options.beam_size, [*capacities, steps][0], prefix
+    begun = [
+        _encode_and_prefill(partial(model.apply, {"params": weights}), *given)
+        for model, weights in zip(models, params, strict=True)
+    ]
+    caches, forced = (list(each) for each in zip(*begun, strict=True))
     keys = None
     if options.sampling is not None:
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds), lines)
@@ -297,6 +291,17 @@ def _search(
         sampling=options.sampling,
         key=keys,
     )
+
+
+def _encode_and_prefill(
+    apply: Callable, tokens: Tokens, beam_size: int, capacity: int, prefix: jax.Array
+) -> tuple[tuple[Any, Any], jax.Array]:
+    """Return what one model's steps need, and the log-probabilities of the prefixes' tokens."""
+    cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
+    # Without the barrier XLA moves a transposition of these keys into every step.
+    cross = jax.lax.optimization_barrier(cross)
+    cache, log_probs = apply(cross, beam_size, capacity, prefix, method="prefill")
+    return (cross, cache), log_probs
 
 
 def _capacities(width: int, steps: int) -> list[int]:
