@@ -10,6 +10,11 @@ returns ids. The peer runs twice: as installed, and with the memory settings of 
 the number of threads and the batch size, ours or twice ours, in which it is fastest. Without
 --corpus the sentences are those of the embedded test set. Needs the extra `benchmarks`;
 `--device gpu` leaves out the peer.
+
+    python benchmarks/decoding.py --corpus text:DIR --run RUN
+
+A trained run, from text to text, beside CTranslate2 with the same weights (trained.py). Needs the
+extra `export`.
 """
 
 import argparse
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import trained
 from common import (
     SIZES,
     Contender,
@@ -49,7 +55,10 @@ def main() -> None:
     parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--run", type=Path, help="a trained run, beside CTranslate2")
     args = parser.parse_args()
+    if args.run is not None:
+        return trained.main(args)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = make_tokenizer(args, Path(scratch))
         lines, references = zip(*read_split(args, "test")[: args.sentences], strict=True)

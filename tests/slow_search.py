@@ -1,4 +1,4 @@
-"""Search in plain Python, the reference for the fast one: no arrays, no early stop, no cache.
+"""Search in plain Python, the reference for the fast one: no arrays, no bound, no cache.
 
 `model(history)` lists the log-probability of every next token after the tokens of `history`, which
 are those after the prefix. A hypothesis is (tokens, log_prob, score).
@@ -31,10 +31,10 @@ def forced(model, ids):
     return sum(model(ids[:position])[token] for position, token in enumerate(ids))
 
 
-def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0, 0.0)):
-    """Beam search that continues until `max_length` is reached, whatever was found."""
+def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0, 0.0), enough=1e9):
+    """Beam search until `max_length` is reached, or `enough` have ended, whatever was found."""
     prefix_length, prefix_log_prob = prefix
-    alive, finished = [((), prefix_log_prob)], []
+    alive, finished, count = [((), prefix_log_prob)], [], 0
     for length in range(prefix_length + 1, max_length + 1):
         ended, continued = [], []
         for tokens, log_prob in alive:
@@ -47,6 +47,9 @@ def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0
         worst = alive[-1][1] if len(alive) == beam_size else NEVER
         ended = [(*end, score(end[1], length, alpha)) for end in ended if end[1] >= worst]
         finished = sorted(finished + ended, key=lambda hypothesis: -hypothesis[2])[:n_best]
+        count += len(ended)
+        if count >= enough:
+            break
     return finished
 
 

@@ -195,16 +195,19 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     assert requested == ["cudnn" if supported else "xla"]
 
 
-def test_stored_keys_and_values_are_at_the_position_given():
-    """Decoding appends one token at a time; the others do not change."""
+def test_stored_keys_and_values_are_at_each_sentences_own_position():
+    """Decoding appends one token at a time; the others do not change, nor when it is resized."""
     empty = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2)
     new = KeyValue.of(jnp.ones((2, 1, 2, 3)), jnp.full((2, 1, 2, 3), 7.0))
-    after = empty.store(new, jnp.int32(2))
-    assert_array_equal(np.asarray(after.keys)[:, 0, :, 0], [[0, 0, 1, 1, 0]] * 2)
-    assert_array_equal(np.asarray(after.values)[:, 0, :, 2], [[0, 0, 7, 7, 0]] * 2)
-    longer = after.pad(2)
-    assert_array_equal(np.asarray(longer.keys)[:, 0, :, 0], [[0, 0, 1, 1, 0, 0, 0]] * 2)
-    assert_array_equal(np.asarray(longer.values)[:, 0, :, 2], [[0, 0, 7, 7, 0, 0, 0]] * 2)
+    after = empty.store(new, jnp.array([2, 0]))
+    expected = np.array([[0, 0, 1, 1, 0], [1, 1, 0, 0, 0]])
+    assert_array_equal(np.asarray(after.keys)[:, 0, :, 0], expected)
+    assert_array_equal(np.asarray(after.values)[:, 0, :, 2], 7 * expected)
+    for size in (3, 7):
+        resized = after.resize(size)
+        cut = np.pad(expected, ((0, 0), (0, 2)))[:, :size]
+        assert_array_equal(np.asarray(resized.keys)[:, 0, :, 0], cut)
+        assert_array_equal(np.asarray(resized.values)[:, 0, :, 2], 7 * cut)
 
 
 def test_multi_head_attention_is_its_heads_side_by_side_and_projected():

@@ -156,6 +156,7 @@ def test_every_option_has_a_default_in_its_help_and_is_documented_and_tested(com
     [
         ("--beam-size 3", "beam_size", 3),
         ("--length-penalty 0.25", "length_penalty", 0.25),
+        ("--exact", "early_stopping", False),
         ("--max-extra-tokens 7", "max_extra_tokens", 7),
         ("--min-length 5", "min_length", 5),
         ("--n-best 2", "n_best", 2),
@@ -403,7 +404,8 @@ def test_verbose_prints_speed_compilations_and_sizes(call, mirror):
     _, _, err = call("translate {run} --verbose", b"ab\n\n")
     assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
     assert f"padded to {', '.join(map(str, LENGTHS))} tokens" in err
-    assert "tokens and batches to 1, 8 sentences" in err
+    assert "tokens and pools to 1, 8 sentences" in err
+    assert re.search(r"\d steps; \d+% of the hypotheses computed were needed", err)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

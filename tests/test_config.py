@@ -255,7 +255,7 @@ BROKEN_FILES = [
     (
         '{"format_version": 1, "decoding": {"beam": 4}}',
         "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
-        "max_extra_tokens, batch_size.",
+        "max_extra_tokens, early_stopping, batch_size.",
     ),
     (
         '{"format_version": 1, "model": 3}',
@@ -316,7 +316,8 @@ model.remat
 training.steps training.log_every training.validate_every training.save_every training.debug_nans
 training.cooldown_steps training.average_checkpoints training.validation_sentences
 training.keep_checkpoints training.patience training.max_skipped
-decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.batch_size
+decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.early_stopping
+decoding.batch_size
 """
 
 

@@ -166,85 +166,27 @@ def test_a_narrow_beam_is_the_one_in_plain_python(alpha, beam_size, n_best, min_
         assert_same(found, row, expected)
 
 
-def growing_model(table):
-    """`decode_step`, `reorder` and `resize`; the cache holds all tokens up to its capacity."""
-
-    def decode_step(tokens, cache):
-        seeds, read, column = cache
-        read = read.at[:, :, column].set(tokens, mode="drop")
-
-        def read_one(states, numbered):
-            number, of_column = numbered
-            return jnp.where(number <= column, next_state(states, of_column), states), None
-
-        states = jnp.broadcast_to(seeds[:, None], read.shape[:2])
-        columns = jnp.arange(read.shape[2]), jnp.moveaxis(read, 2, 0)
-        states, _ = jax.lax.scan(read_one, states, columns)
-        return jnp.asarray(table)[states], (seeds, read, column + 1)
-
-    def reorder(cache, parents):
-        seeds, read, column = cache
-        return seeds, jnp.take_along_axis(read, parents[:, :, None], axis=1), column
-
-    def resize(cache, capacity):
-        seeds, read, column = cache
-        more = capacity - read.shape[2]
-        return seeds, jnp.pad(read, ((0, 0), (0, 0), (0, more))), column
-
-    return decode_step, reorder, resize
-
-
-@pytest.mark.parametrize(
-    "beam_size, sentences, capacities",
-    [
-        slow(1, 41, (4,)),
-        slow(1, 41, (1, 2, 3)),
-        slow(1, 6, (2, 11)),
-        slow(1, 6, (12,)),
-        slow(3, 41, (4,)),
-        slow(3, 41, (1, 2, 3)),
-        (3, 6, (2, 11)),
-        slow(3, 6, (12,)),
-        slow(3, 41, (12,)),
-    ],
-)
-def test_a_cache_that_is_resized_on_the_way_changes_nothing(beam_size, sentences, capacities):
-    """What exceeds the capacity of this cache is lost."""
-    table, seeds = random_table(spread=3.0), list(range(sentences))
-    max_length = ([12, 7, 1, 9, 12, 3] * 7)[:sentences]
-    decode_step, reorder, resize = growing_model(table)
-    read = jnp.zeros((sentences, beam_size, capacities[0]), jnp.int32)
-    settings = {"steps": STEPS, "beam_size": beam_size, "n_best": beam_size}
-    resized = partial(search, decode_step, reorder, capacities=capacities, resize=resize)
-    found = jax.jit(partial(resized, **settings))(
-        (jnp.array(seeds), read, jnp.int32(0)), no_prefix(sentences), jnp.array(max_length)
-    )
-    expected = find(table, seeds, max_length, **settings)
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_allclose(found.score, expected.score, atol=1e-6)
-
-
-@pytest.mark.parametrize("long", [slow(0), 1, slow(16), 17, slow(40)])
-def test_the_last_alive_sentences_continue_without_those_that_are_done(long):
-    """At most sixteen of 40 at a time; and each is searched as in plain Python."""
-    table = random_table()
-    table[:, EOS] = -30  # all end at their limit
-    table = log_softmax(table)
-    max_length = [4] * 40
-    for row in range(long):
-        max_length[row * 7 % 40] = 10
-    settings = {"beam_size": 2, "n_best": 2, "length_penalty": 1.0}
-    jax.effects_barrier()
-    BATCHES.clear()
-    found = find(table, list(range(40)), max_length, steps=10, batch=40, **settings)
-    jax.effects_barrier()
-    together = 4 if long <= 16 else 10
-    assert BATCHES == [40] * together + [16] * (10 - together) * (long > 0)
-    for row in (0, 1, 7, 39):
+@pytest.mark.parametrize("beam_size, n_best, alpha", [(3, 2, 3.0), slow(4, 4, 0.0)])
+def test_early_stopping_ends_a_sentence_once_as_many_as_the_beam_have_ended(
+    beam_size, n_best, alpha
+):
+    """As in plain Python; and in some sentence the exact search goes on, and finds better."""
+    table, seeds, max_length = random_table(spread=1.5), range(8), [12, 7, 9, 12, 3, 12, 10, 11]
+    settings = {"beam_size": beam_size, "n_best": n_best}
+    early = find(table, seeds, max_length, early_stopping=True, length_penalty=alpha, **settings)
+    exact = find(table, seeds, max_length, length_penalty=alpha, **settings)
+    for row, seed in enumerate(seeds):
         expected = slow_search.beam(
-            slow_model(table, row), max_length=max_length[row], alpha=1.0, beam_size=2, n_best=2
+            slow_model(table, seed),
+            max_length=max_length[row],
+            alpha=alpha,
+            enough=beam_size,
+            **settings,
         )
-        assert_same(found, row, expected)
+        assert_same(early, row, expected)
+    assert (exact.score >= early.score).all()
+    if alpha:
+        assert (exact.score > early.score).any()
 
 
 @pytest.mark.parametrize("logit", [-50.0, 50.0])

@@ -18,6 +18,7 @@ import pytest
 from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding import scheduling
 from flaxformer_min.decoding.batching import LENGTHS, MAX_BATCH_TOKENS, bucket
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.translator import Translator
@@ -33,10 +34,10 @@ def run(tmp_path_factory):
 
 
 def mixed_lines(count):
-    """Lines of one to three words: up to 16 tokens, half of them up to 12."""
+    """Lines of one to five words: up to 24 tokens, most of them up to 16."""
     rng = np.random.default_rng(0)
     words = ["the", "red", "blue", "house", "has", "doors"]
-    return [" ".join(rng.choice(words, rng.integers(1, 4))) for _ in range(count)]
+    return [" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(count)]
 
 
 COUNT = 100
@@ -67,9 +68,9 @@ def options(translator):
 
 @pytest.fixture(scope="module")
 def short(translator):
-    """The numbers of lines that are padded to 12 tokens."""
+    """The numbers of lines that are padded to 16 tokens."""
     lengths = map(len, translator.source_tokenizer.encode_batch(mixed_lines(COUNT)))
-    return [number for number, length in enumerate(lengths) if length <= 12]
+    return [number for number, length in enumerate(lengths) if length <= 16]
 
 
 def assert_same(found, expected):
@@ -397,26 +398,27 @@ def test_one_text_is_no_list_of_texts(translator):
 
 
 def test_nothing_is_compiled_twice_for_the_same_shapes(translated, options):
-    """Batches of one size differ only in the length that their sentences are padded to."""
+    """Whatever the order of the lines, and whichever core is faster."""
     translator, _, compilations = translated
-    lines = mixed_lines(COUNT)
-    lengths = map(len, translator.source_tokenizer.encode_batch(lines))
-    assert compilations == len({bucket(length, LENGTHS) for length in lengths}) == 2
+    assert compilations <= 6
     before = translator.runner.compilations
-    translator.hypotheses(lines[::-1], options)
+    for _ in range(3):
+        translator.hypotheses(mixed_lines(COUNT)[::-1], options)
     assert translator.runner.compilations == before
 
 
-def test_each_core_searches_a_batch_of_its_own(translator, options, expected, short, monkeypatch):
-    """Two devices, two batches: each waits until the other has begun, too."""
+def test_each_core_searches_in_a_pool_of_its_own(translator, options, expected, short, monkeypatch):
+    """Two devices, two pools: each waits until the other has begun, too."""
     both = threading.Barrier(2, timeout=60)
-    prepare = translator.runner._prepare_search
+    begun, run = set(), scheduling.Lanes.run
 
-    def meeting(*arguments):
-        search = prepare(*arguments)
-        return lambda: (both.wait(), search())[1]
+    def meeting(pool):
+        if pool not in begun:
+            begun.add(pool)
+            both.wait()
+        return run(pool)
 
-    monkeypatch.setattr(translator.runner, "_prepare_search", meeting)
+    monkeypatch.setattr(scheduling.Lanes, "run", meeting)
     found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:16]], options)
     assert_same(found, [expected[i] for i in short[:16]])
 

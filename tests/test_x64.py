@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
-from flaxformer_min.decoding.batching import Options, _search
+from flaxformer_min.decoding.batching import Options
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty, run
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.optimizer import make_optimizer
@@ -84,16 +85,25 @@ def test_a_search_can_be_traced(options, prefix):
     config = ModelConfig(90, num_layers=1, d_model=8, d_ff=8, num_heads=2)
     model = Transformer(config)
     integers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    found = jax.eval_shape(
-        lambda params, *arrays: _search([model], params, *arrays, options=options, max_positions=0),
-        [shapes_of(model)],
-        integers((20, 40)),
-        integers((20,)),
-        integers((20,)),
-        jax.ShapeDtypeStruct((20, 2), jnp.uint32),
-        *([integers((20, prefix))] if prefix else []),
+    shape = PoolShape(8, 4, width=40, capacity=49, steps=90, prefix=prefix)
+    rules = {"rules": options, "shape": shape}
+    newcomers = Newcomers(
+        integers((4,)),
+        integers((4, 40)),
+        integers((4,)),
+        integers((4,)),
+        jax.ShapeDtypeStruct((4, 2), jnp.uint32),
+        integers((4, prefix)) if prefix else None,
     )
-    assert dtypes(found) == {"float32", "int32"}
+    params, begin_here = [shapes_of(model)], partial(begin, [model], **rules)
+    pool = empty(begin_here, params, newcomers, shape)
+    after, report = jax.eval_shape(
+        partial(run, [model], begin=begin_here, **rules), params, pool, newcomers, integers(())
+    )
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), pool
+    )
+    assert dtypes(report) == {"float32", "int32", "bool"}
 
 
 PROGRAM = """

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-SEARCH = ("beam_size", "length_penalty", "max_extra_tokens", "min_length")
+SEARCH = ("beam_size", "length_penalty", "early_stopping", "max_extra_tokens", "min_length")
 
 
 def load(args: argparse.Namespace) -> Any:

@@ -28,6 +28,8 @@ class Speed:
             "sentences_per_second": round(self.sentences / seconds, 2),
             "tokens_per_second": round(self.tokens / seconds, 2),
             "compilations": self.compilations,
+            "search_steps": self._translator.runner.usage.steps,
+            "lanes_needed": round(self._translator.runner.usage.share, 4),
             "device": _device(),
         }
 

@@ -75,8 +75,10 @@ def _translated(
 def _print_speed(translator: Any, speed: Speed) -> None:
     runner = translator.runner
     rows, lengths = (", ".join(map(str, each)) for each in (runner.batch_sizes(), runner.lengths))
+    usage = runner.usage
     print(
-        f"{speed}\nsources are padded to {lengths} tokens and batches to "
-        f"{rows} sentences on each device",
+        f"{speed}\nsources are padded to {lengths} tokens and pools to "
+        f"{rows} sentences on each device\n"
+        f"{usage.steps:,} steps; {usage.share:.0%} of the hypotheses computed were needed",
         file=sys.stderr,
     )

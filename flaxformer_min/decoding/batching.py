@@ -1,13 +1,16 @@
-"""Batches of sentences of similar length, and the programs compiled for their shapes.
+"""Runs models over many sentences: devices, cores, and the programs compiled for a few shapes.
 
-Sentences are sorted by length and padded to a few shapes, each of which is compiled once. All local
-devices are used: a batch is split among accelerators, while each CPU core has batches of its own.
+Sentences are sorted by length and padded to a few shapes, each of which is compiled once. A search
+runs in a pool (`pool`) that stays full: when sentences are done, the next ones take their places
+(`scheduling`). All local devices are used: a pool is split among accelerators, while each CPU core
+has one of its own.
 """
 
+import contextlib
 import dataclasses
-import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -16,50 +19,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
-from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.search import Hypotheses, Prefix, search
-from flaxformer_min.model.transformer import first_tokens
+from flaxformer_min.decoding.pool import (
+    Begin,
+    Newcomers,
+    Pool,
+    PoolShape,
+    Rules,
+    begin,
+    empty,
+    log_mean_probability,
+)
+from flaxformer_min.decoding.scheduling import (
+    BATCHES,
+    FEWEST_NEWCOMERS,
+    LENGTHS,
+    LONGEST_PREFIX,
+    MAX_BATCH_TOKENS,
+    Job,
+    Lanes,
+    Options,
+    Usage,
+    bucket,
+    padded,
+)
+from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
-from flaxformer_min.tokens import PAD, Batch, Tokens, one_sentence_per_row
-
-LENGTHS = (12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens that sentences are padded to; no source may be longer than the last."""
-
-LONGEST_PREFIX = 2 * LENGTHS[-1]
-"""Most tokens of a forced prefix."""
-
-BATCHES = (1, 8, 64)
-"""Sentences that a batch is padded to, on each device; the configured batch size is the last."""
-
-MAX_BATCH_TOKENS = 64 * 128
-"""Most source tokens of a batch on one device: long sentences come in smaller batches."""
+from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to search; the defaults are the paper's (section 6.1)."""
-
-    beam_size: int = 4
-    n_best: int = 1
-    length_penalty: float = 0.6
-    max_extra_tokens: int = 50
-    min_length: int = 0
-    sampling: Sampling | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        """Raise ValueError for numbers of another type or out of range."""
-        least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a whole number; got {value!r}.")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}; got {value}.")
 
 
 class BatchRunner:
@@ -85,13 +74,26 @@ class BatchRunner:
         on_cpu = devices[0].platform == "cpu"
         # Cores share one device: programs are compiled once, and weights are in the cache once.
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
-        self.compilations = 0
+        self.compilations, self.usage = 0, Usage()
         self._programs: dict[Any, Callable] = {}
+        self._begins: dict[Any, Begin] = {}
         self.use_params(params)
 
     def use_params(self, params: Sequence[Any]) -> None:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
+
+    def begin(self, rules: Rules, shape: PoolShape) -> Begin:
+        """Return `pool.begin` for these models, which is traced once for each shape."""
+        program = partial(begin, self.models, rules=rules, shape=shape)
+        return self._begins.setdefault((rules, shape), jax.jit(program))
+
+    def empty_pool(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
+        """Return a pool without sentences on each device; shapes are those of `newcomers`."""
+        of_device = jax.tree.map(lambda array: array[0], newcomers)
+        with _explain_mismatch():
+            pool = empty(self.begin(rules, shape), self.params, of_device, shape)
+        return jax.tree.map(lambda leaf: np.stack([leaf] * len(self.devices)), pool)
 
     def batch_sizes(self) -> list[int]:
         """Return the numbers of sentences that batches are padded to, on each device."""
@@ -107,20 +109,44 @@ class BatchRunner:
         """Search for translations, longest sources first.
 
         `sources` and `prefixes` are token ids by line number, which seeds the samples of a line.
-        Yields the line numbers of a batch and their hypotheses. Raises Stopped between two batches
-        once `stop()`.
+        Yields line numbers and their hypotheses as they are done. Raises Stopped once `stop()`.
         """
+        longest = max(map(len, prefixes.values()), default=0)
+        prefix = bucket(longest, (0, *self.lengths, LONGEST_PREFIX))
+        job = Job(self, sources, prefixes, options, prefix)
+        waiting = sorted(sources, key=lambda line: (-len(sources[line]), line))
+        outgrown: list[int] = []
+        yield from self._search_in_pools(job, waiting, stop, outgrown)
+        # Few translations are much longer than their source. They begin again, with more room.
+        again, job = sorted(outgrown, key=waiting.index), dataclasses.replace(job, roomy=True)
+        yield from self._search_in_pools(job, again, stop, [])
 
-        def prepare(batch: list[int]) -> Callable[[], Hypotheses]:
-            return self._prepare_search(
-                [sources[line] for line in batch],
-                [prefixes[line] for line in batch],
-                batch,
-                options,
-            )
-
-        lengths = {line: len(ids) for line, ids in sources.items()}
-        return self._run_all(prepare, self._batches(lengths), stop)
+    def _search_in_pools(
+        self, job: Job, lines: list[int], stop: StopCheck, outgrown: list[int]
+    ) -> Iterator[tuple[list[int], Hypotheses]]:
+        """Search for these lines, longest sources first, in a pool for each core."""
+        # Dealt out beforehand: shapes must not depend on which core is faster.
+        pools = [Lanes(job, deque(lines[core :: self.cores])) for core in range(self.cores)]
+        executor = ThreadPoolExecutor(self.cores)
+        try:
+            running = {executor.submit(pool.run): pool for pool in pools if pool.admit()}
+            while running:
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                if stop is not None and stop():
+                    raise Stopped
+                results = []
+                for future in finished:
+                    pool = running.pop(future)
+                    results.append(pool.collect(future.result(), outgrown))
+                    if pool.admit():
+                        running[executor.submit(pool.run)] = pool
+                for batch, hypotheses in results:
+                    if batch:
+                        yield batch, hypotheses
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+        executor.shutdown()
 
     def score(
         self, pairs: Sequence[tuple[list[int], list[int]]], stop: StopCheck = None
@@ -180,41 +206,33 @@ class BatchRunner:
         each = min(-(-sentences // len(self.devices)), full)
         return bucket(each, sizes) * len(self.devices)
 
-    def _padded(
-        self, sentences: list[list[int]], rows: int, lengths: Sequence[int] | None = None
-    ) -> np.ndarray:
-        width = bucket(max(map(len, sentences)), lengths or self.lengths)
-        ids = np.full((rows, width), PAD, np.int32)
-        for row, sentence in zip(ids, sentences, strict=False):
-            row[: len(sentence)] = sentence
-        return ids
+    def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:
+        width = bucket(max(map(len, sentences)), self.lengths)
+        return padded(sentences, rows, width)
 
-    def _prepare_search(
-        self,
-        sources: list[list[int]],
-        prefixes: list[list[int]],
-        lines: list[int],
-        options: Options,
-    ) -> Callable[[], Hypotheses]:
-        rows = self._rows(len(sources), max(map(len, sources)))
-        source = self._padded(sources, rows)
-        # Without any prefix there is no such argument: jax 0.11 cannot compile an empty array.
-        longest = (*self.lengths, LONGEST_PREFIX)
-        prefix = [self._padded(prefixes, rows, longest)] if any(prefixes) else []
-        # Rows of padding end after one step.
-        limits = [len(ids) + options.max_extra_tokens for ids in sources]
+    def shape(self, job: Job, longest: int, waiting: int) -> PoolShape:
+        """Return the shape of a pool for so many sentences, at most `longest` tokens long."""
+        width = bucket(longest, self.lengths)
+        most = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
+        sizes = [*(size for size in BATCHES if size < most), most]
+        slots = bucket(min(-(-waiting // len(self.devices)), most), sizes)
+        steps = width + job.options.max_extra_tokens
         if self.max_positions:
-            limits = [min(limit, self.max_positions) for limit in limits]
-        limits = np.array(limits + [1] * (rows - len(lines)), np.int32)
-        numbers = np.array(lines + [0] * (rows - len(lines)), np.int32)
-        seeds = np.zeros((rows, 1), np.uint32)
-        if options.sampling is not None:
-            # An argument of the program: as a constant, each seed would need its own compilation.
-            key = jax.random.key_data(jax.random.key(options.seed))
-            seeds = np.broadcast_to(key, (rows, *key.shape))
-        options = dataclasses.replace(options, seed=0)
-        program = partial(_search, options=options, max_positions=self.max_positions)
-        return self._program(options, program, source, limits, numbers, seeds, *prefix)
+            steps = min(steps, self.max_positions)
+        # Attention reads the whole capacity, and few translations need much more than their source.
+        capacity = steps if job.roomy or slots == 1 else min(width + width // 8 + 4, steps)
+        newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 8)
+        return PoolShape(slots, newcomers, width, capacity, steps, job.prefix)
+
+    def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
+        """Return the compiled program for arguments of these shapes, after the parameters.
+
+        The first axis of all arrays is that of the devices.
+        """
+        if key not in self._programs:
+            self._programs[key] = self._compile(program, trees, donate)
+            self.compilations += 1
+        return self._programs[key]
 
     def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
         """Return the compiled program for these arrays, whose rows are split among the devices."""
@@ -222,116 +240,38 @@ class BatchRunner:
         split = [
             array.reshape(devices, len(array) // devices, *array.shape[1:]) for array in arrays
         ]
-        shape = (name, *(array.shape for array in arrays))
-        if shape not in self._programs:
-            self._programs[shape] = self._compile(partial(program, self.models), split)
-            self.compilations += 1
+        key = (name, *(array.shape for array in arrays))
+        compiled = self.compiled(key, partial(program, self.models), *split)
 
         def run() -> Any:
-            result = jax.device_get(self._programs[shape](self.params, *split))
+            result = jax.device_get(compiled(self.params, *split))
             return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), result)
 
         return run
 
-    def _compile(self, program: Callable, arrays: list[np.ndarray]) -> Callable:
-        in_axes = (None, *[0] * len(arrays))
-        mapped = jax.pmap(program, "devices", in_axes=in_axes, devices=self.devices)
-        try:
-            lowered = mapped.lower(self.params, *arrays)
-        except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
-            raise ValueError(
-                "settings, tokenizers and checkpoint must be those of one run; "
-                f"{str(error).partition(' (http')[0]} Restore the files that belong together."
-            ) from error
+    def _compile(self, program: Callable, trees: Sequence[Any], donate: tuple) -> Callable:
+        mapped = jax.pmap(
+            program,
+            "devices",
+            in_axes=(None, *[0] * len(trees)),
+            donate_argnums=donate,
+            devices=self.devices,
+        )
+        with _explain_mismatch():
+            lowered = mapped.lower(self.params, *trees)
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
 
 
-def _search(
-    models,
-    params,
-    source,
-    max_length,
-    lines,
-    seeds,
-    prefix=None,
-    *,
-    options: Options,
-    max_positions: int,
-) -> Hypotheses:
-    """Search for a batch on one device: encode, read the prefixes, and run the loop."""
-    if prefix is None:
-        prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
-    steps = source.shape[1] + options.max_extra_tokens
-    if max_positions:
-        steps = min(steps, max_positions)
-    capacities = _capacities(source.shape[1], steps)
-    given = one_sentence_per_row(source), options.beam_size, [*capacities, steps][0], prefix
-    begun = [
-        _encode_and_prefill(partial(model.apply, {"params": weights}), *given)
-        for model, weights in zip(models, params, strict=True)
-    ]
-    caches, forced = (list(each) for each in zip(*begun, strict=True))
-    keys = None
-    if options.sampling is not None:
-        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds), lines)
-    log_prob = _log_mean_probability(forced).sum(1)
-    return search(
-        partial(_decode_step, models, params),
-        _reorder,
-        caches,
-        Prefix(first_tokens(prefix), (prefix != PAD).sum(1, dtype=jnp.int32), log_prob),
-        max_length,
-        steps=steps,
-        capacities=capacities,
-        resize=lambda caches, capacity: _resize(caches, prefix.shape[1] + capacity),
-        beam_size=options.beam_size,
-        n_best=options.n_best,
-        length_penalty=options.length_penalty,
-        min_length=options.min_length,
-        sampling=options.sampling,
-        key=keys,
-    )
-
-
-def _encode_and_prefill(
-    apply: Callable, tokens: Tokens, beam_size: int, capacity: int, prefix: jax.Array
-) -> tuple[tuple[Any, Any], jax.Array]:
-    """Return what one model's steps need, and the log-probabilities of the prefixes' tokens."""
-    cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
-    # Without the barrier XLA moves a transposition of these keys into every step.
-    cross = jax.lax.optimization_barrier(cross)
-    cache, log_probs = apply(cross, beam_size, capacity, prefix, method="prefill")
-    return (cross, cache), log_probs
-
-
-def _capacities(width: int, steps: int) -> list[int]:
-    """Return the capacities that the cache has before its last one.
-
-    Attention reads the whole capacity, and few translations need much more than their source.
-    Half the capacity is not worth compiling for a short source.
-    """
-    capacities = [width // 2] * (width > 32) + [width + width // 8 + 4]
-    return [capacity for capacity in capacities if capacity < steps]
-
-
-def _decode_step(models, params, tokens, caches):
-    """Take a step of each model; return the log of their mean probability."""
-    logits, after = [], []
-    for model, weights, (cross, cache) in zip(models, params, caches, strict=True):
-        of_model, cache = model.apply(
-            {"params": weights}, tokens, cross, cache, method="decode_step"
-        )
-        logits.append(of_model if len(models) == 1 else jax.nn.log_softmax(of_model))
-        after.append((cross, cache))
-    return _log_mean_probability(logits), after
-
-
-def _reorder(caches, parents):
-    return [(cross, cache.reorder(parents)) for cross, cache in caches]
-
-
-def _resize(caches, columns):
-    return [(cross, cache.resize(columns)) for cross, cache in caches]
+@contextlib.contextmanager
+def _explain_mismatch() -> Iterator[None]:
+    """Raise ValueError for parameters that are not those of the model."""
+    try:
+        yield
+    except (ScopeParamShapeError, ScopeParamNotFoundError) as error:
+        raise ValueError(
+            "settings, tokenizers and checkpoint must be those of one run; "
+            f"{str(error).partition(' (http')[0]} Restore the files that belong together."
+        ) from error
 
 
 def _score(models, params, source, target):
@@ -343,20 +283,4 @@ def _score(models, params, source, target):
         logits = apply(apply(batch, method="hidden_states"), method="logits")
         of_all = jax.nn.log_softmax(logits)
         log_probs.append(jnp.take_along_axis(of_all, target[:, :, None], axis=-1)[:, :, 0])
-    return jnp.where(target != PAD, _log_mean_probability(log_probs), 0.0)
-
-
-def _log_mean_probability(log_probs: list) -> Any:
-    """Return the logarithm of the models' mean probability."""
-    if len(log_probs) == 1:
-        return log_probs[0]
-    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
-
-
-def bucket(length: int, sizes: Sequence[int]) -> int:
-    """Return the first of the increasing `sizes` that is at least `length`.
-
-    >>> bucket(13, LENGTHS)
-    16
-    """
-    return next(size for size in sizes if size >= length)
+    return jnp.where(target != PAD, log_mean_probability(log_probs), 0.0)

@@ -9,14 +9,13 @@ Finished hypotheses are kept apart from alive ones, so they never take a slot of
 without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from flaxformer_min.config import LENGTH_PENALTY_LIMIT
 from flaxformer_min.decoding.choices import (
@@ -29,27 +28,22 @@ from flaxformer_min.decoding.choices import (
 )
 from flaxformer_min.tokens import BOS, EOS, PAD
 
-FEW = 16
-"""Sentences that are finished as a smaller batch of their own, once no more of a batch are alive or
-the cache is full (a quarter of a larger batch). On real text, a third of the steps of a batch of 64
-have no more than these alive."""
-
 Cache = Any
-"""The model's state: any pytree whose arrays have one row for each sentence; scalars are shared.
-The search passes it on and selects rows."""
+"""The model's state: any pytree whose arrays have one row for each sentence."""
 
 DecodeStep = Callable[
     [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]
 ]
 """Read one token of each hypothesis; return float32 logits (or log-probabilities) of the next one
 and the updated cache. A beam search starts with one hypothesis for each sentence, so the first call
-has one token each and extra logits are ignored. Late calls may have some of the sentences only."""
-
-Resize = Callable[[Cache, int], Cache]
-"""Return the cache with capacity for this many new tokens in total."""
+has one token each and extra logits are ignored."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
+
+
+NEVER_ENOUGH = 1 << 30
+"""More than the hypotheses that can ever end."""
 
 
 class Prefix(NamedTuple):
@@ -98,11 +92,36 @@ class Alive(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Constants of one sentence: forced tokens, most new tokens, its random key."""
+    """Constants of one sentence: forced tokens, most new tokens, the data of its random key."""
 
     prefix_length: Int[Array, ""]
     limit: Int[Array, ""]
-    key: Key[Array, ""] | None
+    key: UInt32[Array, " words"] | None
+
+
+class Progress(NamedTuple):
+    """How far the search for one sentence has come.
+
+    length: new tokens so far.
+    ended:  how many hypotheses have ended so far, whether they were kept or not.
+    """
+
+    length: Int[Array, ""]
+    ended: Int[Array, ""]
+    alive: Alive
+    finished: Hypotheses
+
+
+class State(NamedTuple):
+    """The search of a batch; all arrays have one row for each sentence."""
+
+    rows: Row
+    progress: Progress
+    cache: Cache
+
+    def is_alive(self) -> Bool[Array, " batch"]:
+        """Return whether any hypothesis of a sentence is alive."""
+        return (self.progress.alive.log_prob > -jnp.inf).any(axis=-1)
 
 
 def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "*batch"]:
@@ -125,19 +144,18 @@ def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
 
 
 def advance(
-    alive: Alive,
-    finished: Hypotheses,
+    progress: Progress,
     logits: Float[Array, "beam vocab"],
     row: Row,
-    index: Int[Array, ""],
     *,
     choose: Callable[..., Choice],
     alpha: float,
     min_length: int,
-) -> tuple[Alive, Hypotheses, Int[Array, " next"]]:
-    """Take one step of any search for one sentence: choose new token number `index`.
+    enough: int,
+) -> tuple[Progress, Int[Array, " next"]]:
+    """Take one step of any search for one sentence: choose its next token.
 
-    Returns the alive and the finished hypotheses, and the parent of each alive one.
+    Returns the progress, and the parent of each alive hypothesis.
 
     A hypothesis stays alive only while its bound, log_prob / length_penalty(longest possible
     length), is better than the worst finished score (-inf while fewer than n_best have finished).
@@ -145,61 +163,91 @@ def advance(
     with length, so (both at or below zero) no continuation has a score above the bound, and an
     earlier hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
     so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
+    None stays alive once `enough` have ended.
     """
+    index, alive, finished = progress.length, progress.alive, progress.finished
     length = row.prefix_length + index + 1
     must_end = index + 1 >= row.limit
     may_end = must_end | (length > min_length)
-    key = None if row.key is None else jax.random.fold_in(row.key, index)
+    key = None
+    if row.key is not None:
+        key = jax.random.fold_in(jax.random.wrap_key_data(row.key), index)
     # Log-probabilities of the whole vocabulary would be written only to be read once.
     base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
     ended = Hypotheses(alive.ids.at[:, index].set(EOS), choice.ended, score)
     finished = merge_finished(finished, ended)
+    count = progress.ended + (choice.ended > -jnp.inf).sum(dtype=jnp.int32)
     bound = choice.log_prob / length_penalty(row.prefix_length + row.limit, alpha)
-    log_prob = jnp.where(bound > finished.score[-1], choice.log_prob, -jnp.inf)
+    stays = (bound > finished.score[-1]) & (count < enough)
+    log_prob = jnp.where(stays, choice.log_prob, -jnp.inf)
     ids = alive.ids[choice.parent].at[:, index].set(choice.token)
-    return Alive(choice.token, log_prob, ids), finished, choice.parent
+    alive = Alive(choice.token, log_prob, ids)
+    return Progress(index + 1, count, alive, finished), choice.parent
 
 
-class State(NamedTuple):
-    """The state of the loop over a batch; `index` counts the new tokens so far."""
+class Search:
+    """The rules of a search, and its two steps: `begin`, and `step` while a sentence `is_alive`.
 
-    index: Int[Array, ""]
-    alive: Alive
-    finished: Hypotheses
-    cache: Cache
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """The loop over new tokens.
-
-    reorder: None if hypotheses never compete, as greedily and in sampling.
-    advance: `advance` for a batch.
+    `search` is the loop, and describes the arguments.
     """
 
-    decode_step: DecodeStep
-    reorder: Reorder | None
-    advance: Callable[..., tuple[Alive, Hypotheses, Array]]
-
-    def step(self, rows: Row, state: State) -> State:
-        """Choose one more token for each hypothesis."""
-        logits, cache = self.decode_step(state.alive.token, state.cache)
-        logits = logits[:, : state.alive.token.shape[1]]
-        _check_vocabulary(logits.shape[-1])
-        alive, finished, parents = self.advance(
-            state.alive, state.finished, logits, rows, state.index
+    def __init__(
+        self,
+        decode_step: DecodeStep,
+        reorder: Reorder,
+        *,
+        beam_size: int,
+        n_best: int = 1,
+        length_penalty: float = 0.6,
+        min_length: int = 0,
+        early_stopping: bool = False,
+        sampling: Sampling | None = None,
+    ):
+        """Raise ValueError for contradictory settings."""
+        _check_search(beam_size, n_best, length_penalty, min_length)
+        _check_sampling(sampling)
+        self.beam_size, self.n_best, self.sampling = beam_size, n_best, sampling
+        self.decode_step, self.reorder = decode_step, reorder
+        # Greedily, and in sampling, a hypothesis has its slot for itself.
+        self.competing = beam_size > 1 and sampling is None
+        self.advance = jax.vmap(
+            partial(
+                advance,
+                choose=_choice(beam_size, sampling),
+                alpha=length_penalty,
+                min_length=min_length,
+                enough=beam_size if early_stopping and self.competing else NEVER_ENOUGH,
+            )
         )
-        cache = cache if self.reorder is None else self.reorder(cache, parents)
-        return State(state.index + 1, alive, finished, cache)
 
-    def run(self, rows: Row, state: State, capacity: int, more_than: int = 0) -> State:
-        """Loop up to `capacity` tokens, while more than `more_than` sentences are alive."""
-        return jax.lax.while_loop(
-            lambda state: (_is_alive(state.alive).sum() > more_than) & (state.index < capacity),
-            partial(self.step, rows),
-            state,
+    def begin(
+        self,
+        cache: Cache,
+        prefix: Prefix,
+        max_length: Int[Array, " batch"],
+        steps: int,
+        key: Key[Array, " batch"] | None = None,
+    ) -> State:
+        """Return the state with the initial hypotheses. Arguments as for `search`."""
+        _check_begin(steps, self.sampling, key)
+        limit = jnp.clip(max_length - prefix.length, 1, steps)
+        rows = Row(prefix.length, limit, None if key is None else jax.random.key_data(key))
+        # Where hypotheses compete, there is one to begin with: others would be its copies.
+        slots = 1 if self.competing else self.beam_size
+        state = State(rows, _begin(prefix, steps, slots, self.n_best), cache)
+        return self.step(state) if self.competing else state
+
+    def step(self, state: State) -> State:
+        """Choose one more token for each hypothesis."""
+        tokens = state.progress.alive.token
+        logits, cache = self.decode_step(tokens, state.cache)
+        logits = logits[:, : tokens.shape[1]]
+        _check_vocabulary(logits.shape[-1])
+        progress, parents = self.advance(state.progress, logits, state.rows)
+        return State(
+            state.rows, progress, self.reorder(cache, parents) if self.competing else cache
         )
 
 
@@ -211,12 +259,11 @@ def search(
     max_length: Int[Array, " batch"],
     *,
     steps: int,
-    capacities: Sequence[int] = (),
-    resize: Resize | None = None,
     beam_size: int,
     n_best: int = 1,
     length_penalty: float = 0.6,
     min_length: int = 0,
+    early_stopping: bool = False,
     sampling: Sampling | None = None,
     key: Key[Array, " batch"] | None = None,
 ) -> Hypotheses:
@@ -227,14 +274,14 @@ def search(
     untempered. The `n_best` best by score are returned. The result for a sentence depends neither
     on the other sentences of the batch nor on `steps`, if that is enough.
 
+    cache:          with a capacity of `steps` tokens.
     max_length:     most tokens of prefix, translation and EOS. The last one is EOS, at its own
                     log-probability, even if the prefix already has as many tokens.
     steps:          most new tokens of any sentence, EOS included: the size of the result.
-    capacities:     increasing numbers of new tokens below `steps`: the capacity of `cache`, and
-                    those it is resized to before it gets its last one, `steps`. Empty: `cache`
-                    has a capacity of `steps` from the start.
     length_penalty: alpha of `length_penalty`.
     min_length:     least tokens of prefix and translation before EOS; max_length takes precedence.
+    early_stopping: stop a sentence when `beam_size` of its hypotheses have ended, instead of when
+                    no alive one can have a better score.
 
     PAD, UNK and BOS are never chosen. The rest is not renormalised, so a log_prob is what teacher
     forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a broken model
@@ -254,64 +301,19 @@ def search(
     [4 3 0] 0.30
     [5 3 0] 0.40
     """
-    _check_search(steps, beam_size, n_best, length_penalty, min_length)
-    _check_sampling(sampling, key)
-    competing = beam_size > 1 and sampling is None
-    rules = {"alpha": length_penalty, "min_length": min_length}
-    rules["choose"] = _choice(beam_size, sampling)
-    advance_batch = jax.vmap(partial(advance, **rules), in_axes=(0, 0, 0, 0, None))
-    loop = _Loop(decode_step, reorder if competing else None, advance_batch)
-    limit = jnp.clip(max_length - prefix.length, 1, steps)
-    rows = Row(prefix.length, limit, None if sampling is None else key)
-    # Where hypotheses compete, there is one to begin with: others would be its copies.
-    state = State(
-        jnp.int32(0), *_begin(prefix, steps, 1 if competing else beam_size, n_best), cache
+    rules = Search(
+        decode_step,
+        reorder,
+        beam_size=beam_size,
+        n_best=n_best,
+        length_penalty=length_penalty,
+        min_length=min_length,
+        early_stopping=early_stopping,
+        sampling=sampling,
     )
-    if competing:
-        state = loop.step(rows, state)
-    batch = prefix.last.shape[0]
-    # A symbolic size of jax.export cannot be compared: then no sentences are taken apart.
-    few = min(max(FEW, -(-batch // 4)), batch) if isinstance(batch, int) else batch
-    leave = few if few < batch else 0
-    capacities = [capacity for capacity in capacities if capacity < steps]
-    for number, capacity in enumerate(capacities or [steps]):
-        if number:
-            state = state._replace(cache=resize(state.cache, capacity))
-        state = loop.run(rows, state, capacity, leave)
-    if not capacities and not leave:
-        return state.finished
-    # Few sentences stay in the present capacity for a while if all of it would cost more.
-    wait = leave and capacities and few * steps > batch * capacities[-1]
-    stages = [capacities[-1], steps] if wait else [steps]
-    return _finish_in_groups(loop, rows, state, few, stages, resize if capacities else None)
-
-
-def _finish_in_groups(
-    loop: _Loop, rows: Row, state: State, few: int, stages: list[int], resize: Resize | None
-) -> Hypotheses:
-    """Finish the alive sentences `few` at a time, and return all finished hypotheses."""
-    is_alive = _is_alive(state.alive)
-    alive_first = jnp.argsort(~is_alive)
-
-    def finish_group(progress: tuple[Array, Hypotheses]) -> tuple[Array, Hypotheses]:
-        number, all_finished = progress
-        # Clamped at the end: a sentence may be searched twice, with the same result.
-        chosen = jax.lax.dynamic_slice_in_dim(alive_first, number * few, few)
-        own_rows, own = _select((rows, state), chosen)
-        for capacity in stages:
-            if resize is not None and capacity == stages[-1]:
-                own = own._replace(cache=resize(own.cache, capacity))
-            own = loop.run(own_rows, own, capacity)
-        all_finished = jax.tree.map(
-            lambda everyone, group: everyone.at[chosen].set(group), all_finished, own.finished
-        )
-        return number + 1, all_finished
-
-    return jax.lax.while_loop(
-        lambda progress: progress[0] * few < is_alive.sum(dtype=jnp.int32),
-        finish_group,
-        (jnp.int32(0), state.finished),
-    )[1]
+    state = rules.begin(cache, prefix, max_length, steps, key)
+    state = jax.lax.while_loop(lambda state: state.is_alive().any(), rules.step, state)
+    return state.progress.finished
 
 
 def _choice(beam_size: int, sampling: Sampling | None) -> Callable[..., Choice]:
@@ -320,31 +322,21 @@ def _choice(beam_size: int, sampling: Sampling | None) -> Callable[..., Choice]:
     return choose_greedy if beam_size == 1 else partial(choose_beam, beam_size=beam_size)
 
 
-def _is_alive(alive: Alive) -> Bool[Array, " batch"]:
-    """Whether any hypothesis of a sentence is alive."""
-    return (alive.log_prob > -jnp.inf).any(axis=-1)
-
-
-def _select(tree: Any, sentences: Int[Array, " few"]) -> Any:
-    """Return the rows of these sentences; scalars are shared."""
-    return jax.tree.map(lambda leaf: leaf[sentences] if leaf.ndim else leaf, tree)
-
-
-def _begin(prefix: Prefix, steps: int, slots: int, n_best: int) -> tuple[Alive, Hypotheses]:
+def _begin(prefix: Prefix, steps: int, slots: int, n_best: int) -> Progress:
     """Return the initial hypotheses, with nothing finished."""
     batch = prefix.last.shape[0]
     token = jnp.broadcast_to(prefix.last[:, None], (batch, slots))
     log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, slots))
-    nothing = jnp.full((batch, n_best), -jnp.inf, jnp.float32)
-    finished = Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing)
-    return Alive(token, log_prob, jnp.full((batch, slots, steps), PAD, jnp.int32)), finished
+    none, nothing = jnp.zeros(batch, jnp.int32), jnp.full((batch, n_best), -jnp.inf, jnp.float32)
+    return Progress(
+        none,
+        none,
+        Alive(token, log_prob, jnp.full((batch, slots, steps), PAD, jnp.int32)),
+        Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing),
+    )
 
 
-def _check_search(
-    steps: int, beam_size: int, n_best: int, length_penalty: float, min_length: int
-) -> None:
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, for EOS; got {steps}. Allow more new tokens.")
+def _check_search(beam_size: int, n_best: int, length_penalty: float, min_length: int) -> None:
     if beam_size < 1:
         raise ValueError(f"beam_size must be at least 1, which is greedy; got {beam_size}.")
     if not 1 <= n_best <= beam_size:
@@ -361,18 +353,10 @@ def _check_search(
         raise ValueError(f"min_length must be at least 0, which is no minimum; got {min_length}.")
 
 
-def _check_sampling(sampling: Sampling | None, key: Key[Array, " batch"] | None) -> None:
+def _check_sampling(sampling: Sampling | None) -> None:
     if sampling is None:
-        if key is not None:
-            raise ValueError(
-                "key is only used with sampling; got sampling=None. Pass sampling=Sampling()."
-            )
         return
     temperature, top_k, top_p = sampling
-    if key is None:
-        raise ValueError(
-            "sampling needs a key for each sentence: key=jax.random.split(key, batch)."
-        )
     if not temperature >= 1e-6:
         raise ValueError(
             f"temperature must be at least 1e-6; got {temperature}. "
@@ -382,6 +366,19 @@ def _check_sampling(sampling: Sampling | None, key: Key[Array, " batch"] | None)
         raise ValueError(f"top_k must be at least 1; got {top_k}. None draws from all tokens.")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}. 1 keeps all tokens.")
+
+
+def _check_begin(steps: int, sampling: Sampling | None, key: Key[Array, " batch"] | None) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, for EOS; got {steps}. Allow more new tokens.")
+    if sampling is None and key is not None:
+        raise ValueError(
+            "key is only used with sampling; got sampling=None. Pass sampling=Sampling()."
+        )
+    if sampling is not None and key is None:
+        raise ValueError(
+            "sampling needs a key for each sentence: key=jax.random.split(key, batch)."
+        )
 
 
 def _check_vocabulary(vocab: int) -> None:

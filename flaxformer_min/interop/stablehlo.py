@@ -71,7 +71,11 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
     """
     transformer = Transformer(model.config, encoder_attention=PlainAttention)
     decoding = model.decoding
-    options = {"beam_size": decoding.beam_size, "length_penalty": decoding.length_penalty}
+    options = {
+        "beam_size": decoding.beam_size,
+        "length_penalty": decoding.length_penalty,
+        "early_stopping": decoding.early_stopping,
+    }
 
     def translate(flat: ParamsTree, source: jax.Array) -> tuple[jax.Array, jax.Array]:
         params = {"params": traverse_util.unflatten_dict(flat, sep="/")}

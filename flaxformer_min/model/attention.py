@@ -1,5 +1,6 @@
 """Scaled dot-product attention (figure 2, section 3.2.1): pure functions of one head."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -141,23 +142,40 @@ class KeyValue(NamedTuple):
         """Return the keys in the layout of the values."""
         return self.transposed_keys.swapaxes(2, 3)
 
-    def store(self, new: "KeyValue", position: Int[Array, ""]) -> "KeyValue":
-        """Return a copy with `new` stored from `position` on.
+    def store(self, new: "KeyValue", positions: Int[Array, " batch"]) -> "KeyValue":
+        """Return a copy with `new` of each sentence stored from its own position on.
 
         >>> empty, new = (KeyValue.of(*(jnp.full((1, 1, n, 1), n - 1.0),) * 2) for n in (1, 2))
-        >>> empty.pad(2).store(new, jnp.int32(1)).values.ravel()
-        Array([0., 1., 1.], dtype=float32)
+        >>> empty.resize(3).store(new, jnp.array([1])).values.ravel().tolist()
+        [0.0, 1.0, 1.0]
         """
-        update, zero = jax.lax.dynamic_update_slice, jnp.zeros_like(position)
         return KeyValue(
-            update(self.transposed_keys, new.transposed_keys, (zero, zero, zero, position)),
-            update(self.values, new.values, (zero, zero, position, zero)),
+            store_at(self.transposed_keys, new.transposed_keys, positions, axis=2),
+            store_at(self.values, new.values, positions, axis=1),
         )
 
-    def pad(self, positions: int) -> "KeyValue":
-        """Return a copy with `positions` zeros appended."""
-        none, more = (0, 0), (0, positions)
+    def resize(self, positions: int) -> "KeyValue":
+        """Return the first `positions`, after which zeros follow if there are fewer."""
         return KeyValue(
-            jnp.pad(self.transposed_keys, (none, none, none, more)),
-            jnp.pad(self.values, (none, none, more, none)),
+            resize_axis(self.transposed_keys, positions, axis=3),
+            resize_axis(self.values, positions, axis=2),
         )
+
+
+def store_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
+    """Store `new` from a position of `axis` on that is each sentence's own."""
+    of_sentence = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+    return jax.vmap(of_sentence)(stored, new, positions)
+
+
+def resize_axis(x: Array, size: int, axis: int, fill: int = 0) -> Array:
+    """Return `x` cut, or continued with `fill`, to this size of an axis.
+
+    >>> x = jnp.array([1, 2])
+    >>> resize_axis(x, 1, axis=0), resize_axis(x, 3, axis=0)
+    (Array([1], dtype=int32), Array([1, 2, 0], dtype=int32))
+    """
+    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, size - x.shape[axis]
+    return jnp.pad(x, widths, constant_values=fill)

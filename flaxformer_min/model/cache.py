@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from flaxformer_min.model.attention import KeyValue
+from flaxformer_min.model.attention import KeyValue, resize_axis
 
 UNFILLED = -1
 """Entry of `Cache.ancestors` for a column without a token of the hypothesis."""
@@ -25,6 +25,11 @@ class CrossAttentionCache(NamedTuple):
     segments: Int[Array, "batch source"]
     keys_values: tuple[KeyValue, ...]
 
+    def resize(self, width: int) -> "CrossAttentionCache":
+        """Return the cache of sources cut, or padded, to `width` tokens."""
+        resized = tuple(layer.resize(width) for layer in self.keys_values)
+        return CrossAttentionCache(resize_axis(self.segments, width, axis=1), resized)
+
 
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.
@@ -34,13 +39,11 @@ class Cache(NamedTuple):
 
     self_attention_kv: of each layer, [batch heads columns*beam d_k].
     ancestors: the slot that each column of each hypothesis was stored in; UNFILLED if none was.
-    column:    where the next token is stored.
-    positions: the next token's position in its own sentence (forced prefixes differ in length).
+    positions: the next token's position in its own sentence, and the column it is stored in.
     """
 
     self_attention_kv: tuple[KeyValue, ...]
     ancestors: Int[Array, "batch beam columns"]
-    column: Int[Array, ""]
     positions: Int[Array, " batch"]
 
     def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
@@ -49,9 +52,8 @@ class Cache(NamedTuple):
         return self._replace(ancestors=ancestors)
 
     def resize(self, columns: int) -> "Cache":
-        """Return the cache with a capacity of `columns` tokens, which must not be smaller."""
-        _, beam, before = self.ancestors.shape
-        more = columns - before
-        resized = tuple(layer.pad(more * beam) for layer in self.self_attention_kv)
-        ancestors = jnp.pad(self.ancestors, ((0, 0), (0, 0), (0, more)), constant_values=UNFILLED)
+        """Return the cache with a capacity of `columns` tokens; what is beyond it is dropped."""
+        beam = self.ancestors.shape[1]
+        resized = tuple(layer.resize(columns * beam) for layer in self.self_attention_kv)
+        ancestors = resize_axis(self.ancestors, columns, axis=2, fill=UNFILLED)
         return self._replace(self_attention_kv=resized, ancestors=ancestors)

@@ -29,7 +29,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.attention import KeyValue
+from flaxformer_min.model.attention import KeyValue, store_at
 from flaxformer_min.model.cache import UNFILLED, Cache, CrossAttentionCache
 from flaxformer_min.model.decoder import Decoder
 from flaxformer_min.model.embedding import Embedding, OutputProjection
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         ancestors = jnp.full((batch, beam_size, columns), UNFILLED, jnp.int32)
         if not length:
             positions = jnp.zeros(batch, jnp.int32)
-            cache = Cache((empty,) * config.num_layers, ancestors, jnp.int32(0), positions)
+            cache = Cache((empty,) * config.num_layers, ancestors, positions)
             return cache, jnp.zeros((batch, 0), jnp.float32)
         tokens = one_sentence_per_row(prefix)
         x, prefix_kv = self._decode_all(shift_right(tokens), cross)
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         )
         ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
         lengths = tokens.segments.sum(1, dtype=jnp.int32)
-        cache = Cache(filled, ancestors, jnp.int32(length), lengths)
+        cache = Cache(filled, ancestors, lengths)
         return cache, chosen * tokens.segments.astype(jnp.float32)
 
     def decode_step(
@@ -161,10 +161,7 @@ class Transformer(nn.Module):
         """
         slots = jnp.arange(cache.ancestors.shape[1], dtype=jnp.int32)
         newest = jnp.broadcast_to(slots[None, : tokens.shape[1], None], (*tokens.shape, 1))
-        zero = jnp.zeros_like(cache.column)
-        ancestors = jax.lax.dynamic_update_slice(
-            cache.ancestors, newest, (zero, zero, cache.column)
-        )
+        ancestors = store_at(cache.ancestors, newest, cache.positions, axis=1)
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
         x, self_attention_kv = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
@@ -172,9 +169,9 @@ class Transformer(nn.Module):
             batched_ancestor_mask(ancestors[:, : tokens.shape[1]], slots),
             batched_segment_mask(jnp.ones_like(tokens), cross.segments),
             cache.self_attention_kv,
-            cache.column * slots.size,
+            cache.positions * slots.size,
         )
-        cache = Cache(self_attention_kv, ancestors, cache.column + 1, cache.positions + 1)
+        cache = Cache(self_attention_kv, ancestors, cache.positions + 1)
         return self.logits(x), cache
 
     def _decode_all(

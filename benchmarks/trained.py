@@ -1,0 +1,184 @@
+"""Decoding of a trained run beside CTranslate2, from text to text on both sides.
+
+CTranslate2 has the same weights, through this package's own export, and is given what suits it:
+sentences sorted by length, the better number of threads and batch size, and for each batch a limit
+of its own. `benchmarks/decoding.py --run RUN` calls it.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Contender, Run, alternate, cores, machine, peak_memory, report
+
+BLEU_TOLERANCE = {"float32": 0.1, "int8": 0.3}
+"""Most that the BLEU of CTranslate2 may differ from ours."""
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print one table."""
+    from flaxformer_min import RunFolder, export
+    from flaxformer_min.data.corpora import read_pairs
+
+    config = RunFolder(args.run).config()
+    corpus, languages = args.corpus, args.languages
+    if not languages and corpus.startswith("text:"):
+        languages = config.data.languages
+    pairs = read_pairs(corpus, "test", languages)[: args.sentences]
+    lines, references = zip(*pairs, strict=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "exported"
+        export(args.run, folder, format="ctranslate2")
+        rows = []
+        for beam in args.beam_sizes:
+            rows += measure(args, folder, lines, references, beam)
+    title = (
+        f"{len(lines):,} lines of {corpus}, text to text, {describe(config)}; "
+        f"{machine('jax', 'ctranslate2')}"
+    )
+    report(title, rows, args.json)
+
+
+def describe(config: Any) -> str:
+    """Return the sizes of a run's model in words."""
+    model = config.model
+    return f"{model.num_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size:,}"
+
+
+def measure(
+    args: argparse.Namespace,
+    folder: Path,
+    lines: Sequence[str],
+    references: Sequence[str],
+    beam: int,
+) -> list[dict[str, Any]]:
+    """Return the rows of one beam size: ours, and CTranslate2's in two types."""
+    from sacrebleu.metrics import BLEU
+
+    contenders = [Contender("flaxformer_min", ours, args.run, lines, beam)]
+    for kind in ("float32", "int8"):
+        tried = [
+            Contender(f"CTranslate2 {kind}{_in(size, inter, intra)}", ctranslate2, *peer)
+            for size in (32, 64)
+            for inter, intra in sorted({(cores(), 1), (1, cores())})
+            for peer in [(folder, kind, lines, beam, size, inter, intra)]
+        ]
+        alternate(tried, 1)
+        tried.sort(key=lambda contender: contender.median("seconds"))
+        contenders.append(tried[0])
+        for slower in tried[1:]:
+            slower.close()
+        contenders[-1].runs.clear()  # a trial of the settings
+    alternate(contenders, args.rounds)
+    rows = []
+    for contender in contenders:
+        last, first = contender.runs[-1], contenders[0]
+        ratios = [
+            of_peer["seconds"] / of_ours["seconds"]
+            for of_ours, of_peer in zip(first.runs, contender.runs, strict=True)
+        ]
+        rows.append(
+            {
+                "who": contender.name,
+                "beam": beam,
+                "seconds": contender.median("seconds"),
+                "fastest": min(run["seconds"] for run in contender.runs),
+                "slowest": max(run["seconds"] for run in contender.runs),
+                "sentences/s": len(lines) / contender.median("seconds"),
+                "ours : it, same round": statistics.median(ratios),
+                "start and first run, s": contender.first_seconds,
+                "peak MB": last["peak"] / 1e6,
+                "BLEU": BLEU().corpus_score(last["found"], [list(references)]).score,
+                "equal": sum(map(str.__eq__, last["found"], first.runs[-1]["found"])),
+            }
+        )
+        contender.close()
+    for row in rows[1:]:
+        allowed = BLEU_TOLERANCE["int8" if "int8" in row["who"] else "float32"]
+        if beam > 1 and abs(row["BLEU"] - rows[0]["BLEU"]) > allowed:
+            print(f"BLEU of {row['who']} differs from ours by more than {allowed}.")
+    return rows
+
+
+def _in(size: int, inter: int, intra: int) -> str:
+    return f", {size} a batch, {inter} × {intra} threads"
+
+
+def ours(run: Path, lines: Sequence[str], beam: int) -> Run:
+    """`Translator.translate`, as the command line calls it."""
+    from flaxformer_min.runtime.devices import configure_cpu_devices
+
+    configure_cpu_devices()
+
+    from flaxformer_min.decoding.translator import Translator
+
+    translator = Translator.load(run)
+
+    def timed() -> dict[str, Any]:
+        since = time.perf_counter()
+        found = translator.translate(lines, beam_size=beam)
+        seconds = time.perf_counter() - since
+        return {"seconds": seconds, "found": found, "peak": peak_memory()}
+
+    return timed
+
+
+def ctranslate2(
+    folder: Path,
+    compute_type: str,
+    lines: Sequence[str],
+    beam: int,
+    batch_size: int,
+    inter_threads: int,
+    intra_threads: int,
+) -> Run:
+    """Tokenizing, `translate_batch` with the settings of the export's README.md, detokenizing."""
+    import re
+
+    import ctranslate2
+    import sentencepiece
+
+    translator = ctranslate2.Translator(
+        str(folder),
+        compute_type=compute_type,
+        inter_threads=inter_threads,
+        intra_threads=intra_threads,
+    )
+    source, target = (
+        sentencepiece.SentencePieceProcessor(str(folder / f"{side}.model"))
+        for side in ("source", "target")
+    )
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    penalty = float(re.search(r"length_penalty=([\d.]+)", readme)[1])
+    extra = int(re.search(r"max\(map\(len, pieces\)\) \+ (\d+)", readme)[1])
+
+    def run() -> dict[str, Any]:
+        since = time.perf_counter()
+        pieces = source.encode(list(lines), out_type=str)
+        order = sorted(range(len(lines)), key=lambda number: -len(pieces[number]))
+        found, waiting = [""] * len(lines), []
+        for first in range(0, len(order), batch_size):
+            numbers = order[first : first + batch_size]
+            results = translator.translate_batch(
+                [pieces[number] for number in numbers],
+                beam_size=beam,
+                length_penalty=penalty,
+                min_decoding_length=0,
+                disable_unk=True,
+                max_input_length=1024,
+                max_decoding_length=len(pieces[numbers[0]]) + extra,
+                asynchronous=True,
+            )
+            waiting.append((numbers, results))
+        for numbers, results in waiting:
+            best = [result.result().hypotheses[0] for result in results]
+            for number, text in zip(numbers, target.decode(best), strict=True):
+                found[number] = text
+        seconds = time.perf_counter() - since
+        return {"seconds": seconds, "found": found, "peak": peak_memory()}
+
+    return run

@@ -1,0 +1,185 @@
+"""Continuous batching: each sentence is searched as if it were alone, and few lanes stay empty."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import slow_search
+
+from flaxformer_min.decoding import scheduling
+from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.tokens import BOS, EOS
+
+STATES, VOCAB = 997, 11
+
+
+def next_state(state, token):
+    return (state * 31 + token * 7 + 1) % STATES
+
+
+class History(NamedTuple):
+    """All tokens of each hypothesis; what exceeds the capacity is lost."""
+
+    seeds: jax.Array
+    read: jax.Array
+    positions: jax.Array
+
+    def reorder(self, parents):
+        return self._replace(read=jnp.take_along_axis(self.read, parents[:, :, None], axis=1))
+
+    def resize(self, capacity):
+        more = max(capacity - self.read.shape[2], 0)
+        return self._replace(read=jnp.pad(self.read, ((0, 0), (0, 0), (0, more)))[:, :, :capacity])
+
+
+class Table:
+    """A model that predicts from a number made of the source and of all tokens so far."""
+
+    def apply(self, params, *arguments, method):
+        return getattr(self, method)(params["params"], *arguments)
+
+    def encode(self, table, source):
+        return (source.ids * source.segments).sum(1) % STATES
+
+    def precompute_cross_attention(self, table, encoded, source):
+        return encoded
+
+    def prefill(self, table, seeds, beam_size, capacity, prefix):
+        batch, length = prefix.shape
+        read = jnp.zeros((batch, beam_size, length + capacity), jnp.int32)
+        history = History(seeds, read, jnp.zeros(batch, jnp.int32))
+        return history, jnp.zeros((batch, length), jnp.float32)
+
+    def decode_step(self, table, tokens, seeds, history):
+        batch = jnp.arange(len(tokens))
+        read = history.read.at[batch, : tokens.shape[1], history.positions].set(tokens, mode="drop")
+        states = jnp.broadcast_to(history.seeds[:, None], read.shape[:2])
+
+        def read_one(column, states):
+            is_read = (column <= history.positions)[:, None]
+            return jnp.where(is_read, next_state(states, read[:, :, column]), states)
+
+        states = jax.lax.fori_loop(0, read.shape[2], read_one, states)
+        return table[states], History(history.seeds, read, history.positions + 1)
+
+
+def slow_model(table, source):
+    rows, seed = np.asarray(table).tolist(), sum(source) % STATES
+
+    def model(history):
+        state = seed
+        for token in (BOS, *history):
+            state = next_state(state, token)
+        return rows[state]
+
+    return model
+
+
+def make_table(eos, seed=0):
+    logits = np.random.default_rng(seed).normal(0, 2, (STATES, VOCAB))
+    logits[:, EOS] = eos
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+
+
+def make_sources(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        line: [*rng.integers(4, VOCAB, length - 1).tolist(), EOS]
+        for line, length in enumerate(lengths, start=1)
+    }
+
+
+def find(table, sources, batch_size=8, cores=1, **options):
+    runner = BatchRunner([Table()], [jnp.asarray(table)], batch_size)
+    runner.cores = cores
+    found = {}
+    for batch, hypotheses in runner.search(
+        sources, {line: [] for line in sources}, Options(**options)
+    ):
+        for row, line in enumerate(batch):
+            assert line not in found
+            found[line] = jax.tree.map(lambda array, row=row: array[row], hypotheses)
+    assert sorted(found) == sorted(sources)
+    return found, runner
+
+
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sentences_that_join_move_and_begin_again_are_searched_as_alone(cores, monkeypatch):
+    """Plain Python for each; the pool gets narrower twice, and some translations outgrow it."""
+    moves, outgrown, collect = [], [], scheduling.Lanes.collect
+    move = scheduling.move
+
+    def moving(pool, shape):
+        moves.append(shape)
+        return move(pool, shape)
+
+    def collecting(self, report, sentences):
+        found = collect(self, report, sentences)
+        outgrown.extend(sentences[len(outgrown) :])
+        return found
+
+    monkeypatch.setattr(scheduling, "move", moving)
+    monkeypatch.setattr(scheduling.Lanes, "collect", collecting)
+    lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
+    sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
+    table, settings = make_table(eos=-3.0), {"beam_size": 3, "n_best": 2}
+    found, runner = find(table, sources, cores=cores, max_extra_tokens=20, **settings)
+    assert len(moves) >= 2 and 0 < len(outgrown) < len(sources)
+    for line, source in sources.items():
+        expected = slow_search.beam(
+            slow_model(table, source),
+            alpha=0.6,
+            enough=3,
+            max_length=len(source) + 20,
+            **settings,
+        )
+        rows = zip(found[line].ids.tolist(), found[line].score, strict=True)
+        for (ids, score), (tokens, _, of_slow) in zip(rows, expected, strict=True):
+            assert ids[: ids.index(EOS) + 1] == list(tokens)
+            assert score == pytest.approx(of_slow, abs=1e-4)
+    assert runner.usage.needed <= runner.usage.computed
+
+
+def test_lanes_are_counted_as_by_hand(monkeypatch):
+    """Without EOS, a beam of 4 takes one lane at first, then four up to the limit."""
+    sources = make_sources([5, 9, 7, 16, 12])
+    _, runner = find(make_table(eos=-30.0), sources, max_extra_tokens=3, length_penalty=0.0)
+    limits = [len(source) + 3 for source in sources.values()]
+    usage = runner.usage
+    assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
+    assert usage.steps == max(limits) - 1
+    assert usage.computed == 2 * 4 + usage.steps * 8 * 4  # twice four are admitted
+
+
+def test_a_pool_stays_full():
+    """300 sentences of different lengths in 16 slots: nine lanes of ten are needed."""
+    lengths = np.random.default_rng(0).integers(3, 17, 300).tolist()
+    _, runner = find(
+        make_table(eos=-30.0), make_sources(lengths), batch_size=64, max_extra_tokens=3
+    )
+    print(runner.usage)
+    assert runner.usage.share > 0.8
+
+
+def test_one_long_sentence_has_a_pool_of_its_own():
+    """100 tokens among thirty of 8: no short one is computed in its width."""
+    shapes = set()
+    make = BatchRunner.shape
+
+    class Recording(BatchRunner):
+        def shape(self, *arguments):
+            shapes.add(make(self, *arguments))
+            return make(self, *arguments)
+
+    sources = make_sources([100, *[8] * 30])
+    runner = Recording([Table()], [jnp.asarray(make_table(eos=-30.0))], 8)
+    lines = {line: [] for line in sources}
+    found = [
+        line
+        for batch, _ in runner.search(sources, lines, Options(max_extra_tokens=2))
+        for line in batch
+    ]
+    assert sorted(found) == sorted(sources)
+    assert {(shape.slots, shape.width) for shape in shapes} == {(1, 128), (8, 16)}
