@@ -1,0 +1,42 @@
+"""Docstrings as Markdown: doctests become code blocks, aligned lists of parameters lists."""
+
+import re
+from typing import Any
+
+import griffe
+
+PARAMETER = re.compile(r"(\w+(?:, \w+)*): +(\S.*)")
+
+
+def to_markdown(docstring: str) -> str:
+    """Return the docstring with its doctests and lists of parameters in Markdown's notation.
+
+    >>> print(to_markdown("source: the text,\\n        in UTF-8\\n\\n>>> 1 + 1\\n2"))
+    - **`source`**: the text,
+        in UTF-8
+    <BLANKLINE>
+    ```pycon
+    >>> 1 + 1
+    2
+    ```
+    """
+    return "\n\n".join(_paragraph(each) for each in re.split(r"\n{2,}", docstring.strip()))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith(">>> "):
+        return f"```pycon\n{text}\n```"
+    lines = text.split("\n")
+    if all(PARAMETER.fullmatch(line) or line.startswith("  ") for line in lines):
+        if not lines[0].startswith(" "):
+            return "\n".join(PARAMETER.sub(r"- **`\1`**: \2", line, count=1) for line in lines)
+    return text
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstrings of the package while it is loaded."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite that of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = to_markdown(obj.docstring.value)
