@@ -118,6 +118,9 @@ def tutorial(add: Any) -> Iterator[str]:
             yield cell.source
             continue
         yield f"```python\n{cell.source}\n```"
+        printed = "".join(output.get("text", "") for output in cell.outputs)
+        if printed:
+            yield f"``` {{.text .output .no-copy}}\n{printed.rstrip()}\n```"
         for output in cell.outputs:
             data = output.get("data", {})
             if "image/png" in data:
@@ -127,9 +130,6 @@ def tutorial(add: Any) -> Iterator[str]:
             elif "text/markdown" in data:
                 head = r"```python\n# (\S+)\n\n"
                 yield re.sub(head, r'```python title="\1"\n', data["text/markdown"])
-            else:
-                text = output.get("text") or data.get("text/plain", "")
-                yield f"``` {{.text .output .no-copy}}\n{text.rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:

@@ -104,6 +104,7 @@ def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
     """
     records = list(metrics)
     figure = _new_figure(figsize=(10.5, 6.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     (loss, score), (rate, speed) = figure.subplots(2, 2, sharex=True)
     _draw_curve(loss, records, "loss", _BLUE, label="training")
     _draw_curve(loss, records, "validation_loss", _ORANGE, label="validation")
