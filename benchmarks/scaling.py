@@ -252,7 +252,7 @@ def draw(parts: dict[str, list[dict[str, Any]]], file: Path) -> None:
 
     from flaxformer_min.plots.figures import save
 
-    figure = Figure(figsize=(2.5 * len(parts), 6), layout="constrained")
+    figure = Figure(figsize=(2.2 * len(parts), 6), layout="constrained")
     panels = figure.subplots(2, len(parts), squeeze=False, sharex="col", sharey="row")
     curves = [("training, ms", "#2563a8", 0), ("decoding, ms", "#d9641e", 0)]
     curves += [("temporary, MB", "#2563a8", 1), ("peak of the process, MB", "#8a8f98", 1)]

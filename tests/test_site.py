@@ -1,8 +1,10 @@
 """The tutorial runs from top to end, and the site has a page for every public name."""
 
 import base64
+import doctest
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -31,8 +33,6 @@ needs_docs = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def stored():
     """The cells of the tutorial as JSON, which needs no library to read."""
-    import json
-
     return json.loads(TUTORIAL.read_text(encoding="utf-8"))["cells"]
 
 
@@ -163,6 +163,15 @@ def test_every_public_name_has_its_page_from_its_docstring(site):
         if name != "batched_scaled_dot_product_attention":  # that has the docstring of the first
             first = words_of(inspect.getdoc(described).split("\n\n")[0])
             assert " ".join(first) in " ".join(words_of(page.text))
+
+
+@needs_docs
+def test_docstrings_become_markdown_as_their_example_says():
+    path = ROOT / "docs" / "theme" / "docstrings.py"
+    spec = importlib.util.spec_from_file_location("docstrings", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert doctest.testmod(module)[:2] == (0, 1)
 
 
 @needs_docs

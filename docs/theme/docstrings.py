@@ -11,14 +11,10 @@ PARAMETER = re.compile(r"(\w+(?:, \w+)*): +(\S.*)")
 def to_markdown(docstring: str) -> str:
     """Return the docstring with its doctests and lists of parameters in Markdown's notation.
 
-    >>> print(to_markdown("source: the text,\\n        in UTF-8\\n\\n>>> 1 + 1\\n2"))
-    - **`source`**: the text,
+    >>> print(to_markdown("source: a text,\\n        in UTF-8\\ntarget: its translation"))
+    - **`source`**: a text,
         in UTF-8
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    - **`target`**: its translation
     """
     return "\n\n".join(_paragraph(each) for each in re.split(r"\n{2,}", docstring.strip()))
 
@@ -29,8 +25,15 @@ def _paragraph(text: str) -> str:
     lines = text.split("\n")
     if all(PARAMETER.fullmatch(line) or line.startswith("  ") for line in lines):
         if not lines[0].startswith(" "):
-            return "\n".join(PARAMETER.sub(r"- **`\1`**: \2", line, count=1) for line in lines)
+            return "\n".join(map(_item, lines))
     return text
+
+
+def _item(line: str) -> str:
+    """Return an item of a list, or the continuation of one."""
+    if line.startswith(" "):
+        return f"    {line.lstrip()}"
+    return PARAMETER.sub(r"- **`\1`**: \2", line)
 
 
 class Docstrings(griffe.Extension):
