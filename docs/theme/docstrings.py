@@ -7,6 +7,9 @@ import griffe
 
 PARAMETER = re.compile(r"(\w+(?:, \w+)*): +(\S.*)")
 
+MACHINERY = {"setup", "__post_init__", "__reduce__"}
+"""Methods that Flax, dataclasses and pickle call."""
+
 
 def to_markdown(docstring: str) -> str:
     """Return the docstring with its doctests and lists of parameters in Markdown's notation.
@@ -37,9 +40,12 @@ def _item(line: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of the package while it is loaded."""
+    """Rewrites the docstrings of the package while it is loaded, and hides what has none."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite that of one object."""
+        """Rewrite or hide one object."""
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
+        is_field = obj.is_attribute and obj.annotation is not None
+        if obj.name in MACHINERY or not (obj.docstring or is_field or obj.is_module):
+            obj.public = False
