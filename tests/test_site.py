@@ -90,9 +90,6 @@ def executed(tmp_path_factory):
 
 @needs_docs
 @pytest.mark.slow
-# From jupyter_client, whose sockets the event loop closes late.
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_tutorial_runs_from_top_to_end_and_shows_what_it_has_stored(executed, stored):
     """Its own checks are assertions; a model of its size gets most dates right."""
     for new, old in zip(executed, stored, strict=True):
