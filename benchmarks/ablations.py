@@ -294,8 +294,8 @@ def draw(lines: Sequence[Line], steps: int) -> Any:
             mean, is_base = statistics.fmean(values), line.row == ROWS[0]
             color = "#b3410e" if is_base else "#1f5f99"
             axes.plot([min(values), max(values)], [height] * 2, color=color, linewidth=2)
-            axes.plot(values, [height] * len(values), "|", color=color, markersize=9)
-            axes.plot(mean, height, "o", color=color, markersize=7)
+            axes.plot(values, [height] * len(values), "|", color=color, markersize=11)
+            axes.plot(mean, height, "o", color=color, markersize=5)
             axes.annotate(f"{mean:{digits}}", (mean, height), **LABEL)
             if is_base:
                 axes.axvline(mean, color=color, linewidth=0.8, linestyle=":")

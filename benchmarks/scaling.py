@@ -252,7 +252,7 @@ def draw(parts: dict[str, list[dict[str, Any]]], file: Path) -> None:
 
     from flaxformer_min.plots.figures import save
 
-    figure = Figure(figsize=(3.4 * len(parts), 6), layout="constrained")
+    figure = Figure(figsize=(2.2 * len(parts), 6), layout="constrained")
     panels = figure.subplots(2, len(parts), squeeze=False, sharex="col", sharey="row")
     curves = [("training, ms", "#2563a8", 0), ("decoding, ms", "#d9641e", 0)]
     curves += [("temporary, MB", "#2563a8", 1), ("peak of the process, MB", "#8a8f98", 1)]
@@ -263,15 +263,20 @@ def draw(parts: dict[str, list[dict[str, Any]]], file: Path) -> None:
                 column[place].plot(x, [row[name] for row in rows], "o-", color=color, label=name)
             law = name.replace("ms", "law")
             if law in rows[0] and law != name:
-                column[place].plot(x, [row[law] for row in rows], "--", color=color, label=law)
+                column[place].plot(x, [row[law] for row in rows], "--", color=color)
         for axes in column:
             axes.set(xscale="log", yscale="log")
             axes.grid(color="#dfe3e8", linewidth=0.7)
+            axes.yaxis.set_major_formatter("{x:,g}")
         column[0].set_title(axis)
-        column[1].set_xticks(x, [f"{value:,}" for value in x], rotation=45)
+        column[1].set_xticks(x, [f"{value:,}" for value in x], rotation=90)
         column[1].xaxis.set_minor_locator(NullLocator())
-    for axes in panels[:, 0]:
-        axes.legend(frameon=False, fontsize=8)
+    for axes, unit in zip(panels[:, 0], ("milliseconds", "megabytes"), strict=True):
+        axes.set_ylabel(unit)
+        handles, labels = axes.get_legend_handles_labels()
+        names = [label.partition(",")[0] for label in labels]
+        above = {"loc": "outside upper left" if axes is panels[0, 0] else "outside lower left"}
+        figure.legend(handles, names, ncols=len(names), frameon=False, **above)
     save(figure, file)
 
 

@@ -59,6 +59,13 @@ def test_every_head_has_its_panel_with_tokens_on_both_axes(weights):
     assert figure.get_suptitle() == "Cross"
 
 
+@pytest.mark.parametrize("widest, rotation", [("y", 0), ("Bundesgesetzblatt", 90)])
+def test_source_tokens_are_upright_where_each_fits_its_cell(weights, widest, rotation):
+    sources = ["a", "b", "c", widest]
+    for panel in panels(plots.attention_figure(weights, sources, "xyz")):
+        assert {label.get_rotation() for label in panel.get_xticklabels()} == {rotation}
+
+
 def test_the_first_target_token_is_the_top_row(weights):
     (panel,) = panels(plots.attention_figure(weights[0], "abcd", "xyz"))
     bottom, top = panel.get_ylim()

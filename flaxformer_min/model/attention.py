@@ -59,6 +59,8 @@ batched_weighted_sum = jax.jit(jax.vmap(jax.vmap(jnp.matmul)))
 batched_scaled_dot_product_attention = jax.jit(
     jax.vmap(jax.vmap(scaled_dot_product_attention, in_axes=(0, 0, 0, None)))
 )
+"""`scaled_dot_product_attention` of all heads, [batch heads length d_k], with the mask of each
+sentence, [batch queries keys]."""
 
 
 BLOCK = 128

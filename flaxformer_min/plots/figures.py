@@ -48,11 +48,11 @@ def attention_figure(
     labels = [readable(token) for token in (*source_tokens, *target_tokens)]
     (*labels, title), families = with_fonts([*labels, title])
     sources, targets = labels[: len(source_tokens)], labels[len(source_tokens) :]
-    figure, panels, fontsize = _panels(len(weights), sources, targets)
+    figure, panels, fontsize, rotation = _panels(len(weights), sources, targets)
     text = {"fontsize": fontsize, "fontfamily": families, "parse_math": False}
     for head, (axes, panel) in enumerate(zip(panels, weights, strict=True), start=1):
         image = axes.imshow(panel, cmap="Blues", vmin=0, vmax=weights.max() or 1)
-        axes.set_xticks(range(len(sources)), sources, rotation=90, **text)
+        axes.set_xticks(range(len(sources)), sources, rotation=rotation, **text)
         axes.set_yticks(range(len(targets)), targets, **text)
         _separate_cells(axes, panel.shape)
         if len(weights) > 1:
@@ -104,6 +104,7 @@ def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
     """
     records = list(metrics)
     figure = _new_figure(figsize=(10.5, 6.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     (loss, score), (rate, speed) = figure.subplots(2, 2, sharex=True)
     _draw_curve(loss, records, "loss", _BLUE, label="training")
     _draw_curve(loss, records, "validation_loss", _ORANGE, label="validation")
@@ -149,13 +150,18 @@ def _new_figure(**settings: Any) -> "Figure":
 
 def _panels(
     count: int, sources: list[str], targets: list[str]
-) -> tuple["Figure", list["Axes"], float]:
-    """Return a figure of about 16:10, its `count` panels of square cells, and the font size."""
+) -> tuple["Figure", list["Axes"], float, int]:
+    """Return a figure of about 16:10, its `count` panels of square cells, and the font size.
+
+    The last value is the rotation of the source tokens: 0 if each is narrower than its cell.
+    """
     longest = max(len(sources), len(targets))
     cell = max(0.15, min(0.36, 8 / longest), 2 / longest)
     fontsize = min(10, 56 * cell)
     em = fontsize / 72
-    left, top = (max(map(_width, side)) * em + 0.1 for side in (targets, sources))
+    left, widest = (max(map(_width, side)) * em for side in (targets, sources))
+    rotation = 90 if widest > cell else 0
+    left, top = left + 0.1, (widest if rotation else em) + 0.1
     width, height = len(sources) * cell + 0.25, len(targets) * cell + top + 0.45
     across = min(
         range(1, count + 1), key=lambda n: max(n * width, 1.6 * math.ceil(count / n) * height)
@@ -167,7 +173,7 @@ def _panels(
     grid = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
         axes.remove()
-    return figure, list(grid.flat[:count]), fontsize
+    return figure, list(grid.flat[:count]), fontsize, rotation
 
 
 def _separate_cells(axes: "Axes", shape: tuple[int, int]) -> None:
