@@ -17,258 +17,158 @@ import argparse
 import dataclasses
 import json
 import logging
-import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from common import machine
+import predecessors_figures as figures
+from common import machine, table
+from predecessors_measure import by_length, edges_of
+from predecessors_study import (
+    MODELS,
+    TASKS,
+    Study,
+    attention,
+    chains,
+    equal_time,
+    finished,
+    gradients,
+    step_times,
+    train_all,
+    trial_losses,
+)
 
-from flaxformer_min import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.evaluation import bleu
+from flaxformer_min.plots.figures import save
+from flaxformer_min.runtime.devices import configure_cpu_devices
 from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.runtime.memory import tune_malloc
 from flaxformer_min.runtime.signals import Stopped
 
-MODELS = ("fixed vector", "attention", "Transformer")
-SIZES = {
-    "fixed vector": {"num_layers": 1, "d_ff": 264, "positional_encoding": "none"},
-    "attention": {"num_layers": 1, "d_ff": 256, "positional_encoding": "none"},
-    "Transformer": {"num_layers": 2, "d_ff": 256, "norm": "pre"},
-}
-"""What makes the models equally large; `d_ff` is the width of a recurrent model's states."""
 
-RATES = (0.0015, 0.003, 0.006)
-"""Highest learning rates, of which each model takes its best on each task."""
-
-VALIDATIONS = 8
-"""Of a training, evenly spaced: the points of its curve."""
+def existing(part: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a part if all of it was made in this or an earlier start, else None."""
+    try:
+        return part(*arguments)
+    except Stopped:
+        return None
 
 
-class Task(NamedTuple):
-    """Text to learn.
-
-    trial: steps after which a learning rate is chosen.
-    """
-
-    title: str
-    languages: tuple[str, str]
-    rows: tuple[int, int, int]
-    vocab_size: int
-    steps: int
-    trial: int
-    label_smoothing: float = 0.0
-
-
-TASKS = {
-    "multi30k": Task("Multi30k", ("en", "de"), (16, 64, 68), 2_000, 1_000, 200, 0.1),
-    "phrases": Task("embedded phrases", ("en", "ko"), (24, 40, 44), 1_500, 600, 150),
-    "copy": Task("copy letters", ("", ""), (16, 64, 64), 300, 1_200, 300),
-}
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-COPIES = {"train": 20_000, "validation": 400, "test": 500}
-SHORTEST, LONGEST = 5, 60
-
-
-def copies(split: str) -> list[tuple[str, str]]:
-    """Return pairs of the same 5 to 60 random letters, with spaces between them."""
-    rng, pairs = random.Random(split), []
-    for _ in range(COPIES[split]):
-        text = " ".join(rng.choices(LETTERS, k=rng.randint(SHORTEST, LONGEST)))
-        pairs.append((text, text))
-    return pairs
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """Where text comes from and results go.
-
-    stop: whether to save and end.
-    """
-
-    corpus: str
-    languages: str
-    folder: Path
-    stop: Callable[[], bool]
-
-    def pairs(self, task: str, split: str) -> Sequence[tuple[str, str]]:
-        """Return the sentence pairs of a split of a task."""
-        from flaxformer_min.data.corpora import read_pairs
-
-        if task == "copy":
-            return copies(split)
-        if task == "phrases":
-            return read_pairs("cldr:en-ko", split)
-        return read_pairs(self.corpus, split, self.languages)
-
-    def result(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make()` returned, now or in an earlier start. Raises Stopped."""
-        file = self.folder / f"{name}.json"
-        if file.exists():
-            return json.loads(file.read_text())
-        if self.stop():
-            raise Stopped
-        since = time.perf_counter()
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        content = make()
-        write_atomically(file, json.dumps(content, ensure_ascii=False) + "\n")
-        print(f"{name}: {time.perf_counter() - since:.0f} s", file=sys.stderr, flush=True)
-        return content
-
-
-class Job(NamedTuple):
-    """One training: `rate` is the highest learning rate, `steps` those of the task unless given."""
-
-    task: str
-    model: str
-    seed: int
-    rate: float
-    steps: int
-    name: str
-
-    def config(self) -> Config:
-        """Return the settings, which differ between the models in `SIZES` and the rate alone."""
-        task = TASKS[self.task]
-        rows, source_row_length, target_row_length = task.rows
-        warmup = max(self.steps // 8, 1)
-        return Config(
-            data=DataConfig(
-                rows_per_batch=rows,
-                source_row_length=source_row_length,
-                target_row_length=target_row_length,
-            ),
-            model=model_config(self.model, task.vocab_size),
-            training=TrainingConfig(
-                steps=self.steps,
-                warmup_steps=warmup,
-                cooldown_steps=self.steps // 2,
-                learning_rate_scale=self.rate * (128 * warmup) ** 0.5,
-                label_smoothing=task.label_smoothing,
-                clip_norm=1.0,
-                seed=self.seed,
-                validate_every=-(-self.steps // VALIDATIONS),
-                validation_sentences=0,
-                save_every=self.steps,
-                keep_checkpoints=1,
-            ),
-            decoding=DecodingConfig(beam_size=4, max_extra_tokens=20),
-        )
-
-    def train(self, study: Study) -> Any:
-        """Return the `TrainResult` of the finished training. Raises Stopped."""
-        from flaxformer_min import train
-
-        pairs = {split: study.pairs(self.task, split) for split in ("train", "validation")}
-        result = train(
-            self.config(),
-            study.folder / self.name,
-            pairs=pairs,
-            model=make_model(self.model, self.config().model),
-            stop=study.stop,
-        )
-        if result.stopped:
-            raise Stopped
-        return result
-
-    def measure(self, study: Study) -> dict[str, Any]:
-        """Train; return the losses on the way and the translations of the test split."""
-        from flaxformer_min.evaluation import evaluate
-        from flaxformer_min.training.metrics import read_metrics
-
-        result = self.train(study)
-        sources, references = zip(*study.pairs(self.task, "test"), strict=True)
-        found = result.translator.translate(sources, stop=study.stop)
-        scores = evaluate(found, references, target_language=TASKS[self.task].languages[1])
-        lines = [each for each in read_metrics(result.run.metrics) if "validation_loss" in each]
-        return {
-            "steps": result.step,
-            "rate": self.rate,
-            "loss": result.validation["loss"],
-            "curve": [(line["step"], line["validation_loss"]) for line in lines],
-            "bleu": scores.bleu.value,
-            "exact_match": scores.exact_match,
-            "lengths": [len(ids) for ids in result.translator.source_tokenizer.encode_batch(
-                list(sources))],
-            "translations": found,
-        }  # fmt: skip
-
-
-def model_config(model: str, vocab_size: int) -> ModelConfig:
-    """Return the sizes of a model."""
-    common = {"d_model": 128, "num_heads": 4, "dropout": 0.0}
-    return ModelConfig(vocab_size=vocab_size, **common, **SIZES[model])
-
-
-def make_model(model: str, config: ModelConfig) -> Any:
-    """Return the module, or None for the Transformer of the package."""
-    from predecessors import AttentionalRNN, FixedVectorRNN
-
-    recurrent = {"fixed vector": FixedVectorRNN, "attention": AttentionalRNN}
-    return recurrent[model](config) if model in recurrent else None
-
-
-def trial_losses(study: Study, task: str, model: str) -> dict[str, float]:
-    """Return the validation loss after the first steps at each learning rate."""
-    losses, steps = {}, TASKS[task].trial
-    for rate in RATES:
-        job = Job(task, model, 0, rate, steps, f"{task}-{model}-rate-{rate}".replace(" ", "-"))
-        loss = study.result(job.name, lambda job=job: job.train(study).validation["loss"])
-        losses[str(rate)] = loss
-    return losses
-
-
-def best_rate(study: Study, task: str, model: str) -> float:
-    """Return the rate of the lowest loss."""
-    losses = trial_losses(study, task, model)
-    return float(min(losses, key=losses.__getitem__))
-
-
-def job_of(study: Study, task: str, model: str, seed: int, steps: int = 0, suffix="") -> Job:
-    """Return the training of a model on a task."""
-    name = f"{task}-{model}-{seed}{suffix}".replace(" ", "-")
-    rate = best_rate(study, task, model)
-    return Job(task, model, seed, rate, steps or TASKS[task].steps, name)
-
-
-def train_all(study: Study, seeds: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return the results by task and model, one for each seed; those of seed 0 are made first."""
-    results: dict[str, dict[str, list]] = {task: {name: [] for name in MODELS} for task in TASKS}
-    for seed in range(seeds):
-        for task in TASKS:
-            for model in MODELS:
-                job = job_of(study, task, model, seed)
-                results[task][model].append(study.result(job.name, lambda j=job: j.measure(study)))
-    return results
-
-
-def equal_time(study: Study, seconds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """Return the results on Multi30k when all models train as long as the fastest.
-
-    seconds: of a training step of each.
-    """
-    fastest, found = min(seconds.values()), {}
-    for model in MODELS:
-        steps = round(TASKS["multi30k"].steps * fastest / seconds[model])
-        suffix = "" if seconds[model] == fastest else "-equal-time"
-        job = job_of(study, "multi30k", model, 0, steps, suffix)
-        found[model] = study.result(job.name, lambda job=job: job.measure(study))
-    return found
-
-
-def finished(folder: Path, seeds: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return the results that exist, by task and model."""
+def summary(study: Study, seeds: int) -> dict[str, Any]:
+    """Return all numbers that exist, without making any."""
+    study = dataclasses.replace(study, stop=lambda: True)
+    times = existing(step_times, study)
     return {
-        task: {
-            model: [
-                json.loads(file.read_text())
-                for seed in range(seeds)
-                if (file := folder / f"{task}-{model}-{seed}.json".replace(" ", "-")).exists()
-            ]
-            for model in MODELS
+        "tasks": {name: summary_of_task(study, name, seeds) for name in TASKS},
+        "equal_time": times and existing(equal_time, study, times["batch"]),
+        "times": times,
+        "chains": existing(chains, study),
+        "gradients": next(filter(None, (
+            existing(gradients, study, number) for number in range(seeds, 0, -1))), None),
+        "attention": existing(attention, study),
+        "rates": {model: existing(trial_losses, study, model) for model in MODELS},
+    }  # fmt: skip
+
+
+def summary_of_task(study: Study, name: str, seeds: int) -> dict[str, Any]:
+    """Return scores, curves and BLEU by length of the finished trainings of a task."""
+    task, results = TASKS[name], finished(study.folder, seeds)[name]
+    results = {model: runs for model, runs in results.items() if runs}
+    references = [target for _, target in study.pairs(name, "test")]
+    edges, models = [], {}
+    for model, runs in results.items():
+        lengths = runs[0]["lengths"]
+        edges = edges_of(lengths, 5) if name != "copy" else [6, 17, 28, 39, 50, 62]
+
+        def score(chosen: list[int], found: list[str]) -> float:
+            return bleu(*([texts[n] for n in chosen] for texts in (found, references)),
+                target_language=task.languages[1]).value  # fmt: skip
+
+        models[model] = {
+            "rate": runs[0]["rate"],
+            "steps": runs[0]["steps"],
+            "loss": [run["loss"] for run in runs],
+            "bleu": [run["bleu"] for run in runs],
+            "exact_match": [100 * run["exact_match"] for run in runs],
+            "curves": [run["curve"] for run in runs],
+            "by_length": [
+                by_length(
+                    lengths, edges, lambda chosen, run=run: score(chosen, run["translations"])
+                )
+                for run in runs
+            ],
         }
-        for task in TASKS
-    }
+    return {"title": task.title, "edges": edges, "models": models}
+
+
+def quality_rows(numbers: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the lines of the table of losses and scores."""
+    rows = []
+    for task in numbers["tasks"].values():
+        for model, found in task["models"].items():
+            rows.append({
+                "task": task["title"],
+                "model": model,
+                "highest rate": f"{found['rate']:g}",
+                "steps": f"{found['steps']:,}",
+                "validation loss": with_spread(found["loss"], 3),
+                "BLEU": with_spread(found["bleu"], 1),
+                "exact match, %": with_spread(found["exact_match"], 1),
+                "seeds": str(len(found["bleu"])),
+            })  # fmt: skip
+    for model, found in (numbers["equal_time"] or {}).items():
+        rows.append({
+            "task": "Multi30k, equal time",
+            "model": model,
+            "highest rate": f"{found['rate']:g}",
+            "steps": f"{found['steps']:,}",
+            "validation loss": f"{found['loss']:.3f}",
+            "BLEU": f"{found['bleu']:.1f}",
+            "exact match, %": f"{100 * found['exact_match']:.1f}",
+            "seeds": "1",
+        })  # fmt: skip
+    return rows
+
+
+def with_spread(numbers: Sequence[float], digits: int) -> str:
+    """Return the mean, with the lowest and the highest if there are several.
+
+    >>> with_spread([1.0, 2.0, 2.1], 1)
+    '1.7 (1.0 to 2.1)'
+    """
+    mean, *ends = (
+        f"{number:.{digits}f}" for number in (statistics.fmean(numbers), min(numbers), max(numbers))
+    )
+    return mean if len(numbers) == 1 else f"{mean} ({ends[0]} to {ends[1]})"
+
+
+def write_docs(study: Study, args: argparse.Namespace) -> None:
+    """Write what has been measured so far: numbers, a table and pictures."""
+    numbers = summary(study, args.seeds)
+    log, images = args.docs / "log", args.docs / "images"
+    for folder in (log, images):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(log / "why_attention.json", json.dumps(numbers, ensure_ascii=False) + "\n")
+    rows = quality_rows(numbers)
+    text = (
+        "# Why attention: all scores\n\nMade by `benchmarks/predecessors.py`, which overwrites "
+        f"this file. {machine('jax')}.\n\n{table(rows) if rows else ''}\n"
+    )
+    write_atomically(log / "why_attention.md", text)
+    complete = all(len(task["models"]) == len(MODELS) for task in numbers["tasks"].values())
+    if complete:
+        save(figures.quality_figure(numbers["tasks"]), images / "why_quality.png")
+        save(figures.bottleneck_figure(numbers["tasks"]), images / "why_bottleneck.png")
+    if numbers["gradients"]:
+        save(figures.gradients_figure(numbers["gradients"]), images / "why_gradients.png")
+    if numbers["times"] and numbers["chains"]:
+        seconds = numbers["times"]["length"]
+        save(figures.parallel_figure(seconds, numbers["chains"]), images / "why_parallel.png")
+    if numbers["attention"]:
+        save(figures.looks_figure(numbers["attention"]), images / "why_looks.png")
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -280,7 +180,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/predecessors"), help="of results")
     parser.add_argument("--docs", type=Path, help="write log/why_attention.* and images/why_* here")
     parser.add_argument("--minutes", type=float, help="save and end after so long")
-    parser.add_argument("--only", choices=("rates", "train", "times", "rest"),
+    parser.add_argument("--only", choices=("train", "times", "rest"),
         help="one part of the work")  # fmt: skip
     return parser.parse_args(arguments)
 
@@ -288,9 +188,6 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Make what is missing, and return the exit status: 3 if time ran out."""
     args = read_arguments(arguments)
-    from flaxformer_min.runtime.devices import configure_cpu_devices
-    from flaxformer_min.runtime.memory import tune_malloc
-
     tune_malloc()
     configure_cpu_devices(8)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -306,13 +203,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def work(study: Study, args: argparse.Namespace) -> None:
-    """Make the parts in their order."""
-    if args.only in (None, "rates"):
-        for task in ("copy", "multi30k", "phrases"):
-            for model in MODELS:
-                print(task, model, trial_losses(study, task, model), file=sys.stderr, flush=True)
-    if args.only in (None, "train"):
-        train_all(study, args.seeds)
+    """Make the parts that were asked for, in their order, and write what there is."""
+    parts = [args.only] if args.only else ["train", "times", "rest"]
+    try:
+        if "train" in parts:
+            train_all(study, args.seeds)
+        if "times" in parts:
+            step_times(study)
+            chains(study)
+        if "rest" in parts:
+            equal_time(study, step_times(study)["batch"])
+            gradients(study, args.seeds)
+            attention(study)
+    finally:
+        if args.docs:
+            write_docs(study, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/predecessors/: the recurrent models are their formulas, and packed rows do not leak."""
+"""benchmarks/predecessors: the recurrent models are their formulas; packed rows do not leak."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 with install_import_hook("predecessors", "beartype.beartype"):
     from predecessors import AttentionalRNN, FixedVectorRNN
 
-from flaxformer_min import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig, train
+from flaxformer_min import ModelConfig
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
 
 MODELS = [FixedVectorRNN, AttentionalRNN]
