@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import predecessors_measure
 from jaxtyping import install_import_hook
 
 with install_import_hook("predecessors", "beartype.beartype"):
     from predecessors import AttentionalRNN, FixedVectorRNN
 
-from flaxformer_min import ModelConfig
+from flaxformer_min import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig, train
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
 
 MODELS = [FixedVectorRNN, AttentionalRNN]
@@ -106,7 +107,8 @@ def padded(sentences, length):
 def drawn(request):
     """The module and parameters: all of them drawn, biases too, so that none can be left out."""
     model = request.param(CONFIG)
-    params = model.init(jax.random.key(0), Batch(padded(SOURCES, 4), padded(TARGETS, 4)))["params"]
+    both = Batch(padded(SOURCES, 4), padded(TARGETS, 4))
+    params = jax.eval_shape(model.init, jax.random.key(0), both)["params"]
     rng = np.random.default_rng(1)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.6, jnp.float32)  # noqa: E731
     return model, jax.tree.map(draw, params)
@@ -133,6 +135,8 @@ def test_nothing_flows_between_the_sentences_of_a_row_nor_from_padding(drawn):
     model, params = drawn
     source, target = packed(SOURCES, 11), packed(TARGETS, 10)
 
+    own_tokens = np.flatnonzero(target.segments[0] == 2)
+
     def second_sentence(table_of_source, table_of_target):
         """Each token has an embedding of its own, so that gradients tell them apart."""
         given = {**params, "embedding": {"table": jnp.concatenate(
@@ -142,11 +146,11 @@ def test_nothing_flows_between_the_sentences_of_a_row_nor_from_padding(drawn):
             target._replace(ids=22 + jnp.arange(10, dtype=jnp.int32)[None]),
         )
         wide = type(model)(ModelConfig(**{**vars(CONFIG), "vocab_size": 32}))
-        return (wide.apply({"params": given}, own)[0, :, :11] ** 2)[target.segments[0] == 2].sum()
+        return (wide.apply({"params": given}, own)[0, own_tokens, :11] ** 2).sum()
 
     tables = [jnp.ones((n, CONFIG.d_model)) * 0.1 for n in (11, 10)]
     of_source, of_target = (
-        np.abs(each).sum(axis=1) for each in jax.grad(second_sentence, (0, 1))(*tables)
+        np.abs(each).sum(axis=1) for each in jax.jit(jax.grad(second_sentence, (0, 1)))(*tables)
     )
     assert ((of_source > 0) == (source.segments[0] == 2)).all()
     read_by_it = (target.segments[0] == 2) & (target.ids[0] != EOS)  # EOS is never read
@@ -156,21 +160,138 @@ def test_nothing_flows_between_the_sentences_of_a_row_nor_from_padding(drawn):
 def test_decoding_token_by_token_gives_the_logits_of_training(drawn):
     """With any forced prefix, in a beam whose hypotheses change places."""
     model, params = drawn
-    apply = lambda *given, method: model.apply({"params": params}, *given, method=method)  # noqa: E731
     source, target = padded(SOURCES, 4), padded(TARGETS, 4)
-    expected = model.apply({"params": params}, Batch(source, target))
-    cross = apply(apply(source, method="encode"), source, method="precompute_cross_attention")
+    rows, lengths = np.arange(3), np.array([0, 2, 1])  # of the prefixes
     prefix = jnp.array([[0, 0], [4, 5], [7, 0]])
-    cache, log_probs = apply(cross, 2, 4, prefix, method="prefill")
+    # Slot 0 reads the target, slot 1 something else, and then slot 1 takes over from slot 0.
+    first = jnp.array([[BOS, 8], [5, 8], [7, 8]])
+    second = jnp.stack([jnp.full(3, 9), target.ids[rows, lengths]], axis=1)
+
+    @jax.jit
+    def decode(params):
+        def apply(*given, method):
+            return model.apply({"params": params}, *given, method=method)
+
+        cross = apply(apply(source, method="encode"), source, method="precompute_cross_attention")
+        cache, log_probs = apply(cross, 2, 4, prefix, method="prefill")
+        after_first, cache = apply(first, cross, cache, method="decode_step")
+        cache = cache.resize(9).reorder(jnp.array([[1, 0]] * 3))
+        after_second, _ = apply(second, cross, cache, method="decode_step")
+        expected = model.apply({"params": params}, Batch(source, target))
+        return log_probs, after_first[:, 0], after_second[:, 1], expected
+
+    log_probs, after_first, after_second, expected = map(np.asarray, decode(params))
     teacher = np.asarray(jax.nn.log_softmax(expected))
     forced = [[0, 0], [teacher[1, 0, 4], teacher[1, 1, 5]], [teacher[2, 0, 7], 0]]
     np.testing.assert_allclose(log_probs, forced, rtol=1e-5, atol=1e-6)
-    # Slot 0 reads the target; slot 1 reads something else, and then takes over from slot 0.
-    tokens = jnp.array([[BOS, 8], [5, 8], [7, 8]])
-    found, cache = apply(tokens, cross, cache, method="decode_step")
-    rows, lengths = np.arange(3), np.array([0, 2, 1])
-    np.testing.assert_allclose(found[:, 0], expected[rows, lengths], rtol=1e-4, atol=1e-5)
-    cache = cache.resize(9).reorder(jnp.array([[1, 0]] * 3))
-    newest = jnp.stack([jnp.full(3, 9), target.ids[rows, lengths]], axis=1)
-    found, _ = apply(newest, cross, cache, method="decode_step")
-    np.testing.assert_allclose(found[:, 1], expected[rows, lengths + 1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after_first, expected[rows, lengths], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after_second, expected[rows, lengths + 1], rtol=1e-4, atol=1e-5)
+
+
+# Training and translation through the public calls
+
+WORDS = "one two three four five six".split()
+
+
+def reversals(count, seed):
+    rng = np.random.default_rng(seed)
+    lines = [rng.choice(WORDS, rng.integers(1, 5)).tolist() for _ in range(count)]
+    return [(" ".join(words), " ".join(words[::-1])) for words in lines]
+
+
+def settings(steps):
+    return Config(
+        data=DataConfig(source_row_length=16, target_row_length=16, rows_per_batch=16),
+        model=ModelConfig(
+            vocab_size=300, num_layers=1, d_model=32, d_ff=48, num_heads=1,
+            positional_encoding="none", dropout=0.1,
+        ),
+        training=TrainingConfig(
+            steps=steps, warmup_steps=30, learning_rate_scale=0.3, validation_sentences=0,
+            validate_every=40, save_every=40, clip_norm=1.0, label_smoothing=0.0,
+        ),
+        decoding=DecodingConfig(max_extra_tokens=8),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_a_recurrent_model_trains_resumes_and_translates_through_the_public_calls(model, tmp_path):
+    """Interrupted and continued it is the same run, and it has learned to reverse short lines."""
+    pairs = {"train": reversals(2_000, 0), "validation": reversals(50, 1)}
+    given = settings(240)
+    module = model(given.model)
+    whole = train(given, tmp_path / "whole", pairs=pairs, model=module)
+    polled = iter(range(10_000))
+    first = train(
+        given, tmp_path / "parts", pairs=pairs, model=module, stop=lambda: next(polled) > 90
+    )
+    assert first.stopped and 0 < first.step < 240
+    parts = train(given, tmp_path / "parts", pairs=pairs, model=module)
+    assert parts.step == whole.step == 240
+    both = [each.translator.runner.params[0] for each in (whole, parts)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *both))
+    sources, references = zip(*reversals(100, 2), strict=True)
+    for beam_size in (1, 4):
+        found = parts.translator.translate(sources, beam_size=beam_size)
+        right = sum(a == b for a, b in zip(found, references, strict=True))
+        assert right >= 80, (beam_size, right)
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("model, products", [
+    # The input's product of the first token overlaps the state's; then the source, the choice of
+    # the sentence's vector, the target, and two products of the output.
+    ("fixed vector", lambda n: n + 1 + n + 2),
+    # Scores and weighted sum, too.
+    ("attention", lambda n: n + 1 + n + 2 + 2),
+    # Encoder: two layers of projection, scores, sum, output and two of the feed-forward network.
+    # Decoder: keys of its output, the other three, feed-forward; a whole second layer; logits.
+    ("Transformer", lambda n: 2 * 6 + (1 + 3 + 2) + (4 + 4 + 2) + 1),
+])  # fmt: skip
+def test_the_longest_chain_is_what_the_formulas_count(model, products):
+    import predecessors_study
+
+    config = predecessors_study.model_config(model, 30)
+    module = predecessors_study.built(model, Config(model=config))
+    assert [predecessors_measure.chain_of(module, n) for n in (4, 9)] == [products(4), products(9)]
+
+
+def test_the_norm_of_a_gradient_is_that_of_small_changes(drawn):
+    """Of each number of a source token's embedding, by differences; later targets see more."""
+    model, params = drawn
+    batch = Batch(padded(SOURCES, 4), padded(TARGETS, 4))
+    found = predecessors_measure.gradient_norms(model, params, batch, CONFIG.d_model)
+    row, source, target, change = 1, 1, 2, 3e-3
+
+    @jax.jit
+    @jax.vmap
+    def loss(offset):
+        offsets = jnp.zeros((3, 4, CONFIG.d_model)).at[row, source].set(offset)
+        with predecessors_measure.added_to_source(offsets):
+            logits = model.apply({"params": params}, batch)
+        return -jax.nn.log_softmax(logits)[row, target, batch.target.ids[row, target]]
+
+    changes = jnp.eye(CONFIG.d_model) * change
+    slopes = (loss(changes) - loss(-changes)) / (2 * change)
+    np.testing.assert_allclose(found[row, target, source], np.linalg.norm(slopes), rtol=2e-2)
+    assert found[row, target, 3] == 0  # padding
+    assert float(found[row, target, source]) > 1e-3
+
+
+def test_distances_count_the_steps_from_the_source_through_its_first_token():
+    """Source tokens 0 and 2 are 1 and 3 steps from target token 0: one median for each bin."""
+    norms = np.broadcast_to(np.array([[[4.0, 9.0, 1.0]]]), (30, 1, 3)).copy()
+    norms[:3, 0, 0] = 1_000.0
+    tokens = [one_sentence_per_row(jnp.full((30, n), 5)) for n in (3, 1)]
+    found = predecessors_measure.norms_by_distance(norms, Batch(*tokens), 1)
+    assert found == {1: 4.0, 2: 9.0, 3: 1.0}
+
+
+def test_sentences_are_scored_in_the_bin_of_their_length():
+    lengths = [5, 1, 3, 2, 9, 4]
+    edges = predecessors_measure.edges_of(lengths, 3)
+    assert edges == [1, 3, 5, 10]
+    assert predecessors_measure.by_length(lengths, edges, list) == [[1, 3], [2, 5], [0, 4]]
