@@ -212,9 +212,9 @@ def work(study: Study, args: argparse.Namespace) -> None:
             step_times(study)
             chains(study)
         if "rest" in parts:
-            equal_time(study, step_times(study)["batch"])
-            gradients(study, args.seeds)
             attention(study)
+            gradients(study, args.seeds)
+            equal_time(study, step_times(study)["batch"])
     finally:
         if args.docs:
             write_docs(study, args)

@@ -79,7 +79,7 @@ class Task(NamedTuple):
 TASKS = {
     "multi30k": Task("Multi30k", ("en", "de"), (16, 64, 68), 2_000, 800, 0.1),
     "phrases": Task("embedded phrases", ("en", "ko"), (24, 40, 44), 1_500, 400),
-    "copy": Task("copy letters", ("", ""), (16, 64, 64), 300, 1_000),
+    "copy": Task("copy letters", ("", ""), (16, 64, 64), 313, 1_000),
 }
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -88,7 +88,11 @@ SHORTEST, LONGEST = 5, 60
 
 
 def copies(split: str) -> list[tuple[str, str]]:
-    """Return pairs of the same 5 to 60 random letters, with spaces between them."""
+    """Return pairs of the same 5 to 60 random letters, with spaces between them.
+
+    Each letter is one token: the vocabulary of 313 is 4 special pieces, 256 bytes, the space, and
+    the letters with and without one before them.
+    """
     rng, pairs = random.Random(split), []
     for _ in range(COPIES[split]):
         text = " ".join(rng.choices(LETTERS, k=rng.randint(SHORTEST, LONGEST)))

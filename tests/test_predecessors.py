@@ -19,6 +19,7 @@ with install_import_hook("predecessors", "beartype.beartype"):
     from predecessors import AttentionalRNN, FixedVectorRNN
 
 from flaxformer_min import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig, train
+from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
 
 MODELS = [FixedVectorRNN, AttentionalRNN]
@@ -239,6 +240,17 @@ def test_a_recurrent_model_trains_resumes_and_translates_through_the_public_call
 
 
 # What is measured
+
+
+def test_a_letter_to_copy_is_one_token_and_the_longest_text_fills_a_row(tmp_path):
+    import predecessors_study
+
+    texts = [source for source, _ in predecessors_study.copies("train")[:2_000]]
+    size = predecessors_study.TASKS["copy"].vocab_size
+    tokenizer = train_tokenizer(texts, size, tmp_path / "tokenizer.model")
+    lengths = [len(ids) for ids in tokenizer.encode_batch(texts)]
+    assert lengths == [len(text.split()) + 1 for text in texts]  # and EOS
+    assert (min(lengths), max(lengths)) == (6, 61)
 
 
 @pytest.mark.parametrize("model, products", [
