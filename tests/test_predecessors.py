@@ -1,5 +1,6 @@
 """benchmarks/predecessors: the recurrent models are their formulas; packed rows do not leak."""
 
+import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -307,3 +308,51 @@ def test_sentences_are_scored_in_the_bin_of_their_length():
     edges = predecessors_measure.edges_of(lengths, 3)
     assert edges == [1, 3, 5, 10]
     assert predecessors_measure.by_length(lengths, edges, list) == [[1, 3], [2, 5], [0, 4]]
+
+
+@pytest.fixture
+def benchmark(tmp_path, monkeypatch):
+    """benchmarks/predecessors.py on a few pairs, with trainings of a few steps."""
+    import predecessors_study
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = ROOT / "benchmarks" / "predecessors.py"  # the package has the same name
+    spec = importlib.util.spec_from_file_location("predecessors_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tiny = {
+        name: task._replace(rows=(4, 32, 32), vocab_size=300, steps=4)
+        for name, task in predecessors_study.TASKS.items()
+    }
+    for name, task in tiny.items():
+        monkeypatch.setitem(predecessors_study.TASKS, name, task)
+    monkeypatch.setattr(predecessors_study, "TRIAL_STEPS", 2)
+    monkeypatch.setattr(predecessors_study, "LENGTHS", (8, 16))
+    monkeypatch.setattr(predecessors_study, "STEP_TOKENS", 32)
+    monkeypatch.setattr(predecessors_study, "LONGEST", 9)
+    rng = np.random.default_rng(3)
+    words = [rng.choice(WORDS, rng.integers(3, 9)).tolist() for _ in range(60)]
+    lines = {"en": [" ".join(each) for each in words], "de": [" ".join(w[::-1]) for w in words]}
+    for language, texts in lines.items():
+        for split in ("train", "val", "test2016"):
+            (tmp_path / f"{split}.{language}").write_text("\n".join(texts) + "\n")
+    given = ["--corpus", f"text:{tmp_path}", "--folder", str(tmp_path / "runs"), "--seeds", "1"]
+    return lambda *more: module.main([*given, "--docs", str(tmp_path / "docs"), *more])
+
+
+@pytest.mark.slow
+def test_the_benchmark_makes_what_is_missing_and_keeps_the_rest(benchmark, tmp_path):
+    """Stopped before anything is made, then made, then made again but for one training."""
+    assert benchmark("--minutes", "1e-9") == 3
+    assert not list((tmp_path / "runs").glob("*.json"))
+    assert benchmark() == 0
+    made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*.json")}
+    # 6 rates, 9 trainings, 2 of equal time, 3 timings, 3 gradients, 2 attentions, the chains
+    assert len(made) == 26
+    pictures = {file.name for file in (tmp_path / "docs" / "images").iterdir()}
+    assert pictures == {f"why_{x}.png" for x in
+        ("quality", "bottleneck", "gradients", "parallel", "looks")}  # fmt: skip
+    (tmp_path / "runs" / "copy-attention-0.json").unlink()
+    assert benchmark() == 0
+    again = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*.json")}
+    assert {name for name in again if again[name] != made[name]} == {"copy-attention-0.json"}
