@@ -9,8 +9,8 @@ Then their quality, translations by length, gradients, step times and attention 
 cores it takes about an hour.
 
 Each finished training and measurement is kept in `--folder`, and the same command continues after
-the last one; a training that is interrupted resumes. `--minutes` interrupts it. Other text needs
-another folder.
+the last one; a training that is interrupted resumes. `--minutes` interrupts it. Other text or sizes
+need another folder.
 """
 
 import argparse

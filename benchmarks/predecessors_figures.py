@@ -16,6 +16,9 @@ NAMES = {
     "Transformer": "Transformer",
 }
 
+FARTHEST = 80
+"""Recurrent steps; only the few longest sentences have tokens that are farther from each other."""
+
 
 def new_figure(width: float, height: float, panels: int, **settings: Any) -> tuple[Figure, Any]:
     """Return a figure and its panels, side by side."""
@@ -89,15 +92,17 @@ def bottleneck_figure(tasks: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 def gradients_figure(norms: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> Figure:
     """Return the gradient's norm against the distance, before and after training."""
-    figure, panels = new_figure(11, 4.2, 2, sharey=True)
+    figure, panels = new_figure(11, 4.2, 2)
     for axes, (when, models) in zip(panels, norms.items(), strict=True):
         for model, runs in models.items():
             if runs:
-                distances = sorted(int(each) for each in runs[0])
+                distances = sorted(int(each) for each in runs[0] if int(each) <= FARTHEST)
                 draw_line(axes, model, distances, [[r[str(d)] for d in distances] for r in runs])
         axes.set_yscale("log")
-        finish(axes, f"{when} training", "recurrent steps from the source to the target token")
-    panels[0].set_ylabel("median norm of the gradient")
+        steps = "recurrent steps from the source to the target token"
+        finish(axes, f"{when} training", steps, "median norm of the gradient")
+    panels[1].set_title("after training (a scale of its own)", loc="left", fontsize=11)
+    panels[1].set_ylim(1e-3, 0.2)
     legend(figure, panels[0])
     return figure
 
