@@ -1,9 +1,11 @@
 """benchmarks/predecessors: the recurrent models are their formulas; packed rows do not leak."""
 
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -312,31 +314,42 @@ def test_sentences_are_scored_in_the_bin_of_their_length():
 
 @pytest.fixture
 def benchmark(tmp_path, monkeypatch):
-    """benchmarks/predecessors.py on a few pairs, with trainings of a few steps."""
-    import predecessors_study
+    """benchmarks/predecessors.py with trainings and measurements that take no time.
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Every tenth translation is wrong; the loss is lower at the higher rate.
+    """
+    import predecessors_study as study
+
     path = ROOT / "benchmarks" / "predecessors.py"  # the package has the same name
     spec = importlib.util.spec_from_file_location("predecessors_benchmark", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    tiny = {
-        name: task._replace(rows=(4, 32, 32), vocab_size=300, steps=4)
-        for name, task in predecessors_study.TASKS.items()
+
+    def measure(job, study):
+        texts = [target for _, target in study.pairs(job.task, "test")]
+        found = ["" if number % 10 == 0 else text for number, text in enumerate(texts)]
+        lengths = [len(text.split()) + 1 for text in texts]
+        curve = [(1, 2.0), (2, 1.0)]
+        return {"steps": job.steps, "rate": job.rate, "loss": 1.0, "curve": curve, "bleu": 80.0,
+            "exact_match": 0.9, "lengths": lengths, "translations": found}  # fmt: skip
+
+    def look(translator, source, target):
+        return {"source": ["a", "b"], "target": ["c"], "weights": [[0.25, 0.75]]}
+
+    norms = {when: {str(each): 0.1 for each in (0, 4)} for when in ("before", "after")}
+    stand_ins = {
+        "trial": lambda job, study: SimpleNamespace(validation={"loss": 5 - 100 * job.rate}),
+        "step_seconds": lambda model, *_: 2.0 if model.config.num_layers == 1 else 1.0,
     }
-    for name, task in tiny.items():
-        monkeypatch.setitem(predecessors_study.TASKS, name, task)
-    monkeypatch.setattr(predecessors_study, "TRIAL_STEPS", 2)
-    monkeypatch.setattr(predecessors_study, "LENGTHS", (8, 16))
-    monkeypatch.setattr(predecessors_study, "STEP_TOKENS", 32)
-    monkeypatch.setattr(predecessors_study, "LONGEST", 9)
-    rng = np.random.default_rng(3)
-    words = [rng.choice(WORDS, rng.integers(3, 9)).tolist() for _ in range(60)]
-    lines = {"en": [" ".join(each) for each in words], "de": [" ".join(w[::-1]) for w in words]}
-    for language, texts in lines.items():
-        for split in ("train", "val", "test2016"):
-            (tmp_path / f"{split}.{language}").write_text("\n".join(texts) + "\n")
-    given = ["--corpus", f"text:{tmp_path}", "--folder", str(tmp_path / "runs"), "--seeds", "1"]
+    monkeypatch.setattr(study.Job, "train", stand_ins["trial"])
+    monkeypatch.setattr(study.Job, "measure", measure)
+    monkeypatch.setattr(study.Study, "pairs", lambda self, task, split: study.copies(split))
+    monkeypatch.setattr(study, "step_seconds", stand_ins["step_seconds"])
+    monkeypatch.setattr(study, "gradients_of", lambda *_: norms)
+    monkeypatch.setattr(study, "restored", lambda *_: None)
+    monkeypatch.setattr(study, "cross_attention", look)
+    monkeypatch.setattr(study, "chain_of", lambda model, length: length)
+    given = ["--corpus", "text:x", "--folder", str(tmp_path / "runs"), "--seeds", "1"]
     return lambda *more: module.main([*given, "--docs", str(tmp_path / "docs"), *more])
 
 
@@ -350,9 +363,15 @@ def test_the_benchmark_makes_what_is_missing_and_keeps_the_rest(benchmark, tmp_p
     # 6 rates, 9 trainings, 2 of equal time, 3 timings, 3 gradients, 2 attentions, the chains
     assert len(made) == 26
     pictures = {file.name for file in (tmp_path / "docs" / "images").iterdir()}
-    assert pictures == {f"why_{x}.png" for x in
-        ("quality", "bottleneck", "gradients", "parallel", "looks")}  # fmt: skip
+    names = ("quality", "bottleneck", "gradients", "parallel", "looks")
+    assert pictures == {f"why_{name}.png" for name in names}
     (tmp_path / "runs" / "copy-attention-0.json").unlink()
     assert benchmark() == 0
     again = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*.json")}
     assert {name for name in again if again[name] != made[name]} == {"copy-attention-0.json"}
+    written = json.loads((tmp_path / "docs" / "log" / "why_attention.json").read_text())
+    # Twice the seconds, half the steps; the better rate; nine of ten sentences are right.
+    assert written["equal_time"]["fixed vector"]["steps"] == 400
+    assert written["tasks"]["copy"]["models"]["Transformer"]["rate"] == 0.005
+    (bleus,) = written["tasks"]["copy"]["models"]["attention"]["by_length"]
+    assert len(bleus) == 5 and all(70 < bleu < 100 for bleu in bleus)
