@@ -19,6 +19,9 @@ FORMAT_VERSION = 1
 RENAMED = {"training": {"begin_from": "init_from"}}
 """Former names of settings by group, which a config.json of an earlier version may contain."""
 
+FORMER_DEFAULTS = {"model": {"dtype": "float32"}}
+"""Defaults of earlier versions by group, which a config.json that leaves out the setting means."""
+
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter in training."""
 
@@ -133,8 +136,9 @@ class ModelConfig:
     output_bias: bool = setting(False)
     """Add a bias to tied logits, as imported models do. Separate ones always have one."""
 
-    dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
-    """Type of the layers' computations. Parameters, softmax, norms and loss are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", may_change=True)
+    """Type of the layers' computations. auto: bfloat16 on a TPU and on GPUs that have it, float32
+    elsewhere; a run records which. Parameters, softmax, norms and loss are always float32."""
 
     attention: Literal["explicit", "fused"] = setting("explicit", may_change=True)
     """In training: equation 1 step by step, or as one fused operation, which does not return the
@@ -187,6 +191,15 @@ class ModelConfig:
                 f"source_vocab_size={self.source_vocab_size}. Leave it out, or choose "
                 "embeddings='target_tied' or 'separate'."
             )
+
+    @property
+    def compute_dtype(self) -> str:
+        """`dtype`, with "auto" resolved for the devices that a program is compiled for."""
+        if self.dtype != "auto":
+            return self.dtype
+        from flaxformer_min.runtime.devices import fastest_dtype  # settings do not need jax
+
+        return fastest_dtype()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,12 +385,13 @@ class Config:
             )
         groups = {field.name: field.type for field in dataclasses.fields(cls)}
         check_known(where, content, groups)
-        for name, value in content.items():
+        for name, value in list(content.items()):
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
             for old, new in RENAMED.get(name, {}).items():
                 if old in value:
                     value[new] = value.pop(old)
+            value = content[name] = FORMER_DEFAULTS.get(name, {}) | value
             check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
         try:
             return cls(**{name: groups[name](**value) for name, value in content.items()})

@@ -65,3 +65,9 @@ def with_architecture(config: Config, model: nn.Module | None) -> Config:
         return config
     named: ModelConfig = dataclasses.replace(config.model, architecture=type(model).__name__)
     return dataclasses.replace(config, model=named)
+
+
+def with_dtype(config: Config) -> Config:
+    """Return the settings with the type that the layers compute in instead of "auto"."""
+    model = dataclasses.replace(config.model, dtype=config.model.compute_dtype)
+    return dataclasses.replace(config, model=model)

@@ -30,7 +30,7 @@ class AddAndNorm(nn.Module):
 
     def setup(self):
         """Create the norm and the dropout."""
-        self.norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
+        self.norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.compute_dtype)
         self.dropout = Dropout(self.config.dropout)
 
     def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:

@@ -58,7 +58,9 @@ class Decoder(nn.Module):
         layer = nn.remat(DecoderLayer) if self.config.remat else DecoderLayer
         self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
-            self.final_norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
+            self.final_norm = LayerNorm(
+                epsilon=self.config.norm_epsilon, dtype=self.config.compute_dtype
+            )
 
     def cross_attention_kv(
         self, encoded: Float[Array, "batch source d_model"]

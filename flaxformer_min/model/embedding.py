@@ -37,7 +37,7 @@ class Embedding(nn.Module):
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
         x += self.positional_encoding(tokens.positions)
-        return self.dropout(x.astype(config.dtype))
+        return self.dropout(x.astype(config.compute_dtype))
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""

@@ -50,7 +50,9 @@ class Encoder(nn.Module):
         layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
         self.layer = [layer(self.config, self.attention) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
-            self.final_norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
+            self.final_norm = LayerNorm(
+                epsilon=self.config.norm_epsilon, dtype=self.config.compute_dtype
+            )
 
     def __call__(
         self,

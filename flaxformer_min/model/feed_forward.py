@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Apply the same network to each position."""
         config = self.config
-        inner = Linear(config.d_ff, config.dtype, name="inner")
-        outer = Linear(config.d_model, config.dtype, name="outer")
+        inner = Linear(config.d_ff, config.compute_dtype, name="inner")
+        outer = Linear(config.d_model, config.compute_dtype, name="outer")
         activated = ACTIVATIONS[config.activation](inner(x))
         return outer(Dropout(config.feed_forward_dropout)(activated))

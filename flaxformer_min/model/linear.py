@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from flaxformer_min.runtime.devices import target_platform
+
 
 def project(
     x: Float[Array, "*batch d_in"], kernel: Float[Array, "d_in d_out"], dtype: Any = jnp.float32
@@ -28,8 +30,40 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         """Return `features` values for each token."""
-        shape = (x.shape[-1], self.features)
+        kernel, bias = self.weights(x.shape[-1])
+        return project(x.astype(self.dtype), kernel, self.dtype) + bias.reshape(
+            *[1] * (x.ndim - 1), -1
+        )
+
+    def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
+        """Return the kernel and the bias in the type of the computation."""
+        shape = (d_in, self.features)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        x, kernel, bias = (jnp.asarray(each, self.dtype) for each in (x, kernel, bias))
-        return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+        return kernel.astype(self.dtype), bias.astype(self.dtype)
+
+
+class LinearToHeads(Linear):
+    """x W + b, divided among heads: head i has the i-th of equal parts of the features.
+
+    A TPU would spend as much time moving the features of a product to the layout of heads as on the
+    product. There the product itself writes that layout.
+    """
+
+    heads: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch length d_in"]
+    ) -> Float[Array, "batch heads length k"]:
+        """Return `features` / `heads` values for each token and head."""
+        kernel, bias = self.weights(x.shape[-1])
+        x = x.astype(self.dtype)
+        if target_platform() == "tpu":
+            kernel, bias = (
+                kernel.reshape(-1, self.heads, bias.size // self.heads),
+                bias.reshape(1, self.heads, 1, -1),
+            )
+            return jnp.einsum("btd,dhk->bhtk", x, kernel) + bias
+        y = project(x, kernel, self.dtype) + bias[None, None, :]
+        return y.reshape(*x.shape[:-1], self.heads, -1).swapaxes(1, 2)

@@ -13,7 +13,7 @@ from flaxformer_min.model.attention import (
     fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.linear import Linear, LinearToHeads
 
 
 class MultiHeadAttention(nn.Module):
@@ -28,23 +28,16 @@ class MultiHeadAttention(nn.Module):
 
     def setup(self):
         """Create the projections; those of all heads are one matrix."""
-        self.query = self._projection()
-        self.key = self._projection()
-        self.value = self._projection()
-        self.output = self._projection()
-        self.dropout = Dropout(self.config.attention_dropout)
-
-    def _projection(self) -> Linear:
-        return Linear(self.config.d_model, self.config.dtype)
-
-    def _heads(
-        self, x: Float[Array, "batch length d_model"]
-    ) -> Float[Array, "batch heads length d_k"]:
-        return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(1, 2)
+        config = self.config
+        self.query, self.key, self.value = (
+            LinearToHeads(config.d_model, config.compute_dtype, config.num_heads) for _ in range(3)
+        )
+        self.output = Linear(config.d_model, config.compute_dtype)
+        self.dropout = Dropout(config.attention_dropout)
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(self._heads(self.key(x)), self._heads(self.value(x)))
+        return KeyValue.of(self.key(x), self.value(x))
 
     def __call__(
         self,
@@ -53,7 +46,7 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        heads = self.attend(self._heads(self.query(x)), attended, mask)
+        heads = self.attend(self.query(x), attended, mask)
         return self.output(heads.swapaxes(1, 2).reshape(x.shape))
 
     def attend(

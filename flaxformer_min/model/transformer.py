@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         length = prefix.shape[1]
         columns = length + capacity
         shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
-        empty = KeyValue.of(*(jnp.zeros(shape, config.dtype),) * 2)
+        empty = KeyValue.of(*(jnp.zeros(shape, config.compute_dtype),) * 2)
         ancestors = jnp.full((batch, beam_size, columns), UNFILLED, jnp.int32)
         if not length:
             positions = jnp.zeros(batch, jnp.int32)
