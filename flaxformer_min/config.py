@@ -19,9 +19,6 @@ FORMAT_VERSION = 1
 RENAMED = {"training": {"begin_from": "init_from"}}
 """Former names of settings by group, which a config.json of an earlier version may contain."""
 
-FORMER_DEFAULTS = {"model": {"dtype": "float32"}}
-"""Defaults of earlier versions by group, which a config.json that leaves out the setting means."""
-
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter in training."""
 
@@ -385,13 +382,12 @@ class Config:
             )
         groups = {field.name: field.type for field in dataclasses.fields(cls)}
         check_known(where, content, groups)
-        for name, value in list(content.items()):
+        for name, value in content.items():
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
             for old, new in RENAMED.get(name, {}).items():
                 if old in value:
                     value[new] = value.pop(old)
-            value = content[name] = FORMER_DEFAULTS.get(name, {}) | value
             check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
         try:
             return cls(**{name: groups[name](**value) for name, value in content.items()})

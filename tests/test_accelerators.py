@@ -159,6 +159,25 @@ def test_what_is_compiled_for_a_tpu_computes_what_a_cpu_does():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, theirs)
 
 
+def test_the_norm_of_shared_sums_is_that_of_the_whole_gradient():
+    """Two devices; one array that they can halve, one that they cannot, and a scalar."""
+    import jax
+
+    from flaxformer_min.runtime.devices import compiling_for
+    from flaxformer_min.training.step import gradient_norm
+
+    gradients = {"even": jax.numpy.arange(6.0), "odd": jax.numpy.ones((3, 2)), "one": 2.0}
+    gradients = jax.tree.map(jax.numpy.asarray, gradients)
+
+    def norm(_):
+        with compiling_for([SimpleNamespace(platform="tpu")]):
+            return gradient_norm(gradients)
+
+    found = jax.pmap(norm, "devices")(np.zeros(2))
+    expected = (0 + 1 + 4 + 9 + 16 + 25 + 6 + 4) ** 0.5
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
+
+
 def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "benchmarks/accelerators.py", *arguments],

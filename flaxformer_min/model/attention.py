@@ -1,6 +1,7 @@
 """Scaled dot-product attention (figure 2, section 3.2.1): pure functions of one head."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,31 @@ def attention_weights(
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
     # The lowest number instead of -inf, because a row of -inf would give NaN, in gradients too.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(query.dtype)
+    return jnp.where(mask, rounded_softmax(scores, query.dtype), 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rounded_softmax(
+    scores: Float[Array, "queries keys"], dtype: Any
+) -> Float[Array, "queries keys"]:
+    """Return the softmax of float32 scores as `dtype`.
+
+    The backward pass starts from the rounded result, so that it alone must be kept in memory.
+    """
+    return jax.nn.softmax(scores).astype(dtype)
+
+
+def _rounded_softmax_forward(scores: Array, dtype: Any) -> tuple[Array, Array]:
+    weights = rounded_softmax(scores, dtype)
+    return weights, weights
+
+
+def _rounded_softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array]:
+    weights, gradient = weights.astype(jnp.float32), gradient.astype(jnp.float32)
+    return (weights * (gradient - (weights * gradient).sum(-1, keepdims=True)),)
+
+
+rounded_softmax.defvjp(_rounded_softmax_forward, _rounded_softmax_backward)
 
 
 def scaled_dot_product_attention(

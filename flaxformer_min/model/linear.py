@@ -1,5 +1,6 @@
 """Linear layers over tokens (sections 3.2.2-3.4)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,43 +28,34 @@ class Linear(nn.Module):
     features: int
     dtype: str
 
-    @nn.compact
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         """Return `features` values for each token."""
         kernel, bias = self.weights(x.shape[-1])
-        return project(x.astype(self.dtype), kernel, self.dtype) + bias.reshape(
-            *[1] * (x.ndim - 1), -1
-        )
+        x = jnp.asarray(x, self.dtype)
+        return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
 
+    @nn.compact
     def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
         """Return the kernel and the bias in the type of the computation."""
         shape = (d_in, self.features)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        return kernel.astype(self.dtype), bias.astype(self.dtype)
+        return jnp.asarray(kernel, self.dtype), jnp.asarray(bias, self.dtype)
 
 
-class LinearToHeads(Linear):
-    """x W + b, divided among heads: head i has the i-th of equal parts of the features.
+def project_to_heads(
+    x: Float[Array, "batch length d_in"], linears: Sequence[Linear], heads: int
+) -> list[Float[Array, "batch heads length d_k"]]:
+    """Return each linear layer of `x`, divided among heads: head i has the i-th of equal parts.
 
-    A TPU would spend as much time moving the features of a product to the layout of heads as on the
-    product. There the product itself writes that layout.
+    A TPU would spend as much time on moving the features of a product to the layout of heads as on
+    the product. There, one product for all layers writes that layout itself.
     """
-
-    heads: int
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "batch length d_in"]
-    ) -> Float[Array, "batch heads length k"]:
-        """Return `features` / `heads` values for each token and head."""
-        kernel, bias = self.weights(x.shape[-1])
-        x = x.astype(self.dtype)
-        if target_platform() == "tpu":
-            kernel, bias = (
-                kernel.reshape(-1, self.heads, bias.size // self.heads),
-                bias.reshape(1, self.heads, 1, -1),
-            )
-            return jnp.einsum("btd,dhk->bhtk", x, kernel) + bias
-        y = project(x, kernel, self.dtype) + bias[None, None, :]
-        return y.reshape(*x.shape[:-1], self.heads, -1).swapaxes(1, 2)
+    if target_platform() != "tpu":
+        features = [linear(x) for linear in linears]
+        return [y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2) for y in features]
+    kernels, biases = zip(*(linear.weights(x.shape[-1]) for linear in linears), strict=True)
+    kernel = jnp.stack([each.reshape(x.shape[-1], heads, -1) for each in kernels])
+    bias = jnp.stack([each.reshape(1, heads, 1, -1) for each in biases])
+    y = jnp.einsum("btd,cdhk->cbhtk", jnp.asarray(x, kernel.dtype), kernel) + bias
+    return list(y)

@@ -13,7 +13,7 @@ from flaxformer_min.model.attention import (
     fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import Linear, LinearToHeads
+from flaxformer_min.model.linear import Linear, project_to_heads
 
 
 class MultiHeadAttention(nn.Module):
@@ -28,16 +28,18 @@ class MultiHeadAttention(nn.Module):
 
     def setup(self):
         """Create the projections; those of all heads are one matrix."""
-        config = self.config
-        self.query, self.key, self.value = (
-            LinearToHeads(config.d_model, config.compute_dtype, config.num_heads) for _ in range(3)
-        )
-        self.output = Linear(config.d_model, config.compute_dtype)
+        self.query = self._projection()
+        self.key = self._projection()
+        self.value = self._projection()
+        self.output = self._projection()
         self.dropout = Dropout(config.attention_dropout)
+
+    def _projection(self) -> Linear:
+        return Linear(self.config.d_model, self.config.compute_dtype)
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(self.key(x), self.value(x))
+        return KeyValue.of(*project_to_heads(x, (self.key, self.value), self.config.num_heads))
 
     def __call__(
         self,
@@ -46,7 +48,8 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        heads = self.attend(self.query(x), attended, mask)
+        [query] = project_to_heads(x, [self.query], self.config.num_heads)
+        heads = self.attend(query, attended, mask)
         return self.output(heads.swapaxes(1, 2).reshape(x.shape))
 
     def attend(

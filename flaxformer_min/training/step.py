@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.runtime.devices import compiling_for, same_on
+from flaxformer_min.runtime.devices import compiling_for, same_on, target_platform
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import make_optimizer
@@ -151,6 +151,29 @@ def sum_over_devices(tree: Any) -> Any:
     return jax.lax.psum(tree, "devices")
 
 
+def gradient_norm(gradients: Params) -> Float[Array, ""]:
+    """Return the norm of gradients that all devices have.
+
+    On accelerators, each device squares and sums only its share.
+    """
+    if target_platform() == "cpu":
+        return optax.tree.norm(gradients)
+    devices, device = jax.lax.axis_size("devices"), jax.lax.axis_index("devices")
+
+    def share(gradient: Array) -> Array:
+        rows = gradient.shape[0] // devices
+        return jax.lax.dynamic_slice_in_dim(gradient, device * rows, rows)
+
+    divisible, whole = [], []
+    for gradient in jax.tree.leaves(gradients):
+        divides = gradient.ndim and gradient.shape[0] % devices == 0
+        (divisible if divides else whole).append(gradient)
+    parts = [share(each) for each in divisible] + [each / devices**0.5 for each in whole]
+    # In one array, so that XLA joins the sums of small gradients to one operation.
+    squares = jnp.stack([jnp.square(each).sum() for each in parts])
+    return jnp.sqrt(sum_over_devices(squares.sum()))
+
+
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
     """Return the exponential moving average after one more step.
 
@@ -195,7 +218,8 @@ def make_train_step(
         (gradients, sums), real = sum_over_devices((total, real))
         tokens = jnp.maximum(sums.tokens, 1.0)
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
-        norm = optax.tree.norm(gradients)
+        with compiling_for(devices):
+            norm = gradient_norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         metrics = {
             "loss": sums.loss / tokens,
