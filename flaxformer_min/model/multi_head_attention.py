@@ -32,7 +32,7 @@ class MultiHeadAttention(nn.Module):
         self.key = self._projection()
         self.value = self._projection()
         self.output = self._projection()
-        self.dropout = Dropout(config.attention_dropout)
+        self.dropout = Dropout(self.config.attention_dropout)
 
     def _projection(self) -> Linear:
         return Linear(self.config.d_model, self.config.compute_dtype)
