@@ -281,7 +281,7 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     import jax
 
     from flaxformer_min.decoding.batching import Options, _search
-    from flaxformer_min.runtime.devices import compiling_for
+    from flaxformer_min.model.target import compiling_for
 
     model, state = model_and_state(config, devices)
     decoding = config.decoding

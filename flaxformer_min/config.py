@@ -189,15 +189,6 @@ class ModelConfig:
                 "embeddings='target_tied' or 'separate'."
             )
 
-    @property
-    def compute_dtype(self) -> str:
-        """`dtype`, with "auto" resolved for the devices that a program is compiled for."""
-        if self.dtype != "auto":
-            return self.dtype
-        from flaxformer_min.runtime.devices import fastest_dtype  # settings do not need jax
-
-        return fastest_dtype()
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:

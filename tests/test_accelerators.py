@@ -131,8 +131,8 @@ def test_what_is_compiled_for_a_tpu_computes_what_a_cpu_does():
     import jax
 
     from flaxformer_min.config import Config, ModelConfig
+    from flaxformer_min.model.target import compiling_for
     from flaxformer_min.model.transformer import Transformer
-    from flaxformer_min.runtime.devices import compiling_for
     from flaxformer_min.tokens import Batch, Tokens
     from flaxformer_min.training.step import gradient_sums, initial_state, randomness
 
@@ -163,7 +163,7 @@ def test_the_norm_of_shared_sums_is_that_of_the_whole_gradient():
     """Two devices; one array that they can halve, one that they cannot, and a scalar."""
     import jax
 
-    from flaxformer_min.runtime.devices import compiling_for
+    from flaxformer_min.model.target import compiling_for
     from flaxformer_min.training.step import gradient_norm
 
     gradients = {"even": jax.numpy.arange(6.0), "odd": jax.numpy.ones((3, 2)), "one": 2.0}

@@ -24,7 +24,7 @@ from flaxformer_min.model.attention import (
     scaled_dot_product_attention,
 )
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.runtime.devices import compiling_for
+from flaxformer_min.model.target import compiling_for
 
 BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
 

@@ -10,8 +10,9 @@ import jax
 import pytest
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.target import compiling_for, compute_dtype, target_platform
 from flaxformer_min.runtime import devices
-from flaxformer_min.runtime.devices import compiling_for, configure_cpu_devices, target_platform
+from flaxformer_min.runtime.devices import configure_cpu_devices
 
 
 def test_the_devices_in_use_are_counted():
@@ -195,6 +196,6 @@ def test_automatic_settings_are_those_of_the_device_that_a_program_is_compiled_f
     """Tensor cores of NVIDIA have bfloat16 from Ampere on, compute capability 8.0."""
     with compiling_for([device]):
         assert target_platform() == platform
-        assert ModelConfig().compute_dtype == dtype
-        assert ModelConfig(dtype="float32").compute_dtype == "float32"
+        assert compute_dtype(ModelConfig()) == dtype
+        assert compute_dtype(ModelConfig(dtype="float32")) == "float32"
     assert target_platform() == "cpu"

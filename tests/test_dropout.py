@@ -23,7 +23,7 @@ from flaxformer_min.model.dropout import (
 from flaxformer_min.model.embedding import Embedding
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.runtime.devices import compiling_for
+from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import one_sentence_per_row
 
 SHAPE = (101, 1999)  # neither a multiple of the four bytes of a word

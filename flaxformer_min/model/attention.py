@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flaxformer_min.runtime.devices import target_platform
+from flaxformer_min.model.target import target_platform
 
 
 def attention_weights(
@@ -40,17 +40,12 @@ def rounded_softmax(
     return jax.nn.softmax(scores).astype(dtype)
 
 
-def _rounded_softmax_forward(scores: Array, dtype: Any) -> tuple[Array, Array]:
-    weights = rounded_softmax(scores, dtype)
-    return weights, weights
-
-
 def _rounded_softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array]:
     weights, gradient = weights.astype(jnp.float32), gradient.astype(jnp.float32)
     return (weights * (gradient - (weights * gradient).sum(-1, keepdims=True)),)
 
 
-rounded_softmax.defvjp(_rounded_softmax_forward, _rounded_softmax_backward)
+rounded_softmax.defvjp(lambda *given: (rounded_softmax(*given),) * 2, _rounded_softmax_backward)
 
 
 def scaled_dot_product_attention(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from flaxformer_min.runtime.devices import target_platform
+from flaxformer_min.model.target import target_platform
 
 BY_ROW = "dropout_by_row"
 """The name of the random keys of `masks_by_row` in `rngs`."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from flaxformer_min.runtime.devices import target_platform
+from flaxformer_min.model.target import target_platform
 
 
 def project(

@@ -14,6 +14,7 @@ from flaxformer_min.model.attention import (
 )
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import Linear, project_to_heads
+from flaxformer_min.model.target import compute_dtype
 
 
 class MultiHeadAttention(nn.Module):
@@ -35,7 +36,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout = Dropout(self.config.attention_dropout)
 
     def _projection(self) -> Linear:
-        return Linear(self.config.d_model, self.config.compute_dtype)
+        return Linear(self.config.d_model, compute_dtype(self.config))
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""

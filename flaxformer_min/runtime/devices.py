@@ -1,10 +1,8 @@
 """Devices, and the cache of compiled programs."""
 
 import contextlib
-import contextvars
 import os
 import shutil
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +28,6 @@ def configure_cpu_devices(rows: int = 0) -> None:
     devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
     with contextlib.suppress(RuntimeError):  # jax is initialized already
         jax.config.update("jax_num_cpu_devices", devices)
-
-
-_TARGET: contextvars.ContextVar[Any] = contextvars.ContextVar("target")
-
-
-@contextlib.contextmanager
-def compiling_for(devices: Sequence[Any] | None) -> Iterator[None]:
-    """Let programs traced in the body suit `devices`, attached or not; None changes nothing."""
-    if devices is None:
-        yield
-        return
-    before = _TARGET.set(devices[0])
-    try:
-        yield
-    finally:
-        _TARGET.reset(before)
-
-
-def target_platform() -> str:
-    """Return the platform that a program is traced for: "cpu", "tpu", "cuda" or "rocm".
-
-    It is that of `compiling_for`, or that of jax's own devices. It decides between two ways to
-    compute the same.
-    """
-    platform = _target().platform
-    if platform == "gpu":
-        return "cuda" if _cuda_capability() else "rocm"
-    return platform
-
-
-def fastest_dtype() -> str:
-    """Return the type in which layers compute fastest: "bfloat16" or "float32".
-
-    It is bfloat16 on a TPU, and on an NVIDIA GPU that has units for it, from Ampere on.
-    """
-    return "bfloat16" if target_platform() == "tpu" or _cuda_capability() >= 8 else "float32"
-
-
-def _cuda_capability() -> float:
-    """Return the compute capability of an NVIDIA GPU, as 9.0, and 0 for other devices."""
-    text = str(getattr(_target(), "compute_capability", ""))
-    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
-
-
-def _target() -> Any:
-    return _TARGET.get(None) or jax.local_devices()[0]
 
 
 def same_on(devices: list[jax.Device]) -> jax.sharding.Sharding:

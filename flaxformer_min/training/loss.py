@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxformer_min.runtime.devices import target_platform
+from flaxformer_min.model.target import target_platform
 
 CHUNK = 512
 """Tokens whose logits are in memory at a time on a CPU, where they stay in its cache."""

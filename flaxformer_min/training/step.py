@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.runtime.devices import compiling_for, same_on, target_platform
+from flaxformer_min.model.target import compiling_for, target_platform
+from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import make_optimizer
