@@ -133,15 +133,16 @@ def gradient_sums(
         variables, target = {"params": params}, batch.target
         with masks_by_row(rows):
             hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
-        sums = sum_over_tokens(
-            partial(model.apply, variables, method="logits"),
-            hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
-            target.ids,
-            target.segments,
-            config.label_smoothing,
-            config.r_drop,
-            token_loss,
-        )
+        with jax.named_scope("loss"):
+            sums = sum_over_tokens(
+                partial(model.apply, variables, method="logits"),
+                hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
+                target.ids,
+                target.segments,
+                config.label_smoothing,
+                config.r_drop,
+                token_loss,
+            )
         return sums.loss, sums
 
     return jax.grad(loss, has_aux=True)(params)
@@ -219,7 +220,7 @@ def make_train_step(
         (gradients, sums), real = sum_over_devices((total, real))
         tokens = jnp.maximum(sums.tokens, 1.0)
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
-        with compiling_for(devices):
+        with compiling_for(devices), jax.named_scope("gradient_norm"):
             norm = gradient_norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         metrics = {
@@ -232,7 +233,8 @@ def make_train_step(
             "learning_rate": rate(state.step),
             "skipped": (~finite).astype(jnp.float32),
         }
-        return _updated(state, gradients, finite, optimizer, rate, training), metrics
+        with jax.named_scope("adam"):
+            return _updated(state, gradients, finite, optimizer, rate, training), metrics
 
     return jax.pmap(
         train_step,
