@@ -24,28 +24,28 @@ def attention_weights(
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
-    # The lowest number instead of -inf, because a row of -inf would give NaN, in gradients too.
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    return jnp.where(mask, rounded_softmax(scores, query.dtype), 0)
+    return masked_softmax(scores, mask, query.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def rounded_softmax(
-    scores: Float[Array, "queries keys"], dtype: Any
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def masked_softmax(
+    scores: Float[Array, "queries keys"], mask: Bool[Array, "queries keys"], dtype: Any
 ) -> Float[Array, "queries keys"]:
-    """Return the softmax of float32 scores as `dtype`.
+    """Return the softmax over the keys of `mask` as `dtype`, and zeros for the others.
 
-    The backward pass starts from the rounded result, so that it alone must be kept in memory.
+    The backward pass needs only the result, so that neither scores nor mask are kept in memory.
     """
-    return jax.nn.softmax(scores).astype(dtype)
+    # The lowest number instead of -inf, because a row of -inf would give NaN.
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(dtype)
 
 
-def _rounded_softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array]:
+def _masked_softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array, None]:
     weights, gradient = weights.astype(jnp.float32), gradient.astype(jnp.float32)
-    return (weights * (gradient - (weights * gradient).sum(-1, keepdims=True)),)
+    return weights * (gradient - (weights * gradient).sum(-1, keepdims=True)), None
 
 
-rounded_softmax.defvjp(lambda *given: (rounded_softmax(*given),) * 2, _rounded_softmax_backward)
+masked_softmax.defvjp(lambda *given: (masked_softmax(*given),) * 2, _masked_softmax_backward)
 
 
 def scaled_dot_product_attention(

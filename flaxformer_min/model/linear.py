@@ -1,6 +1,5 @@
 """Linear layers over tokens (sections 3.2.2-3.4)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,18 +43,16 @@ class Linear(nn.Module):
 
 
 def project_to_heads(
-    x: Float[Array, "batch length d_in"], linears: Sequence[Linear], heads: int
-) -> list[Float[Array, "batch heads length d_k"]]:
-    """Return each linear layer of `x`, divided among heads: head i has the i-th of equal parts.
+    x: Float[Array, "batch length d_in"], linear: Linear, heads: int
+) -> Float[Array, "batch heads length d_k"]:
+    """Return the linear layer of `x`, divided among heads: head i has the i-th of equal parts.
 
     A TPU would spend as much time on moving the features of a product to the layout of heads as on
-    the product. There, one product for all layers writes that layout itself.
+    the product. There the product writes that layout itself.
     """
     if target_platform() != "tpu":
-        features = [linear(x) for linear in linears]
-        return [y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2) for y in features]
-    kernels, biases = zip(*(linear.weights(x.shape[-1]) for linear in linears), strict=True)
-    kernel = jnp.stack([each.reshape(x.shape[-1], heads, -1) for each in kernels])
-    bias = jnp.stack([each.reshape(1, heads, 1, -1) for each in biases])
-    y = jnp.einsum("btd,cdhk->cbhtk", jnp.asarray(x, kernel.dtype), kernel) + bias
-    return list(y)
+        y = linear(x)
+        return y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2)
+    kernel, bias = linear.weights(x.shape[-1])
+    kernel, bias = kernel.reshape(x.shape[-1], heads, -1), bias.reshape(1, heads, 1, -1)
+    return jnp.einsum("btd,dhk->bhtk", jnp.asarray(x, kernel.dtype), kernel) + bias

@@ -38,9 +38,14 @@ class MultiHeadAttention(nn.Module):
     def _projection(self) -> Linear:
         return Linear(self.config.d_model, compute_dtype(self.config))
 
+    def _heads(
+        self, projection: Linear, x: Float[Array, "batch length d_model"]
+    ) -> Float[Array, "batch heads length d_k"]:
+        return project_to_heads(x, projection, self.config.num_heads)
+
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(*project_to_heads(x, (self.key, self.value), self.config.num_heads))
+        return KeyValue.of(self._heads(self.key, x), self._heads(self.value, x))
 
     def __call__(
         self,
@@ -49,8 +54,7 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        [query] = project_to_heads(x, [self.query], self.config.num_heads)
-        heads = self.attend(query, attended, mask)
+        heads = self.attend(self._heads(self.query, x), attended, mask)
         return self.output(heads.swapaxes(1, 2).reshape(x.shape))
 
     def attend(

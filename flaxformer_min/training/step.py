@@ -219,9 +219,10 @@ def make_train_step(
         real = sum(jnp.count_nonzero(segments) for segments in sides)
         (gradients, sums), real = sum_over_devices((total, real))
         tokens = jnp.maximum(sums.tokens, 1.0)
-        gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         with compiling_for(devices), jax.named_scope("gradient_norm"):
-            norm = gradient_norm(gradients)
+            norm = gradient_norm(gradients) / tokens
+        # Behind the norm, so that an accelerator divides only where Adam reads the gradient.
+        gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         metrics = {
             "loss": sums.loss / tokens,
