@@ -20,7 +20,6 @@ from flaxformer_min.model.attention import (
     batched_scaled_dot_product_attention,
     batched_weighted_sum,
     fused_attention,
-    masked_softmax,
     scaled_dot_product_attention,
 )
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
@@ -204,24 +203,6 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     with compiling_for(None if attached else [device]):
         jax.eval_shape(lambda *arrays: fused_attention(*arrays), query, key, key, mask)
     assert requested == ["cudnn" if supported else "xla"]
-
-
-def test_the_gradient_of_a_masked_softmax_is_that_of_the_softmax():
-    """By hand: dS = P (dP - sum of dP P), 0 for masked keys; in bfloat16 within its rounding."""
-    numbers = np.random.default_rng(5)
-    scores, gradient = (numbers.normal(size=(3, 7)).astype(np.float32) for _ in range(2))
-    mask = np.arange(7)[None] < np.array([[0], [4], [7]])
-    weights = np.exp(scores) * mask / np.maximum((np.exp(scores) * mask).sum(-1, keepdims=True), 1)
-    expected = weights * (gradient - (weights * gradient).sum(-1, keepdims=True))
-    for dtype, error in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)):
-        found, backward = jax.vjp(
-            lambda x, dtype=dtype: masked_softmax(x, jnp.asarray(mask), dtype), jnp.asarray(scores)
-        )
-        assert found.dtype == dtype
-        assert_allclose(found.astype(jnp.float32), weights, atol=error)
-        [of_scores] = backward(jnp.asarray(gradient, dtype))
-        assert of_scores.dtype == jnp.float32
-        assert_allclose(of_scores, expected, atol=error)
 
 
 def test_stored_keys_and_values_are_at_the_position_given():

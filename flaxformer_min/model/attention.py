@@ -1,7 +1,6 @@
 """Scaled dot-product attention (figure 2, section 3.2.1): pure functions of one head."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +23,9 @@ def attention_weights(
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
-    return masked_softmax(scores, mask, query.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def masked_softmax(
-    scores: Float[Array, "queries keys"], mask: Bool[Array, "queries keys"], dtype: Any
-) -> Float[Array, "queries keys"]:
-    """Return the softmax over the keys of `mask` as `dtype`, and zeros for the others.
-
-    The backward pass needs only the result, so that neither scores nor mask are kept in memory.
-    """
-    # The lowest number instead of -inf, because a row of -inf would give NaN.
+    # The lowest number instead of -inf, because a row of -inf would give NaN, in gradients too.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(dtype)
-
-
-def _masked_softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array, None]:
-    weights, gradient = weights.astype(jnp.float32), gradient.astype(jnp.float32)
-    return weights * (gradient - (weights * gradient).sum(-1, keepdims=True)), None
-
-
-masked_softmax.defvjp(lambda *given: (masked_softmax(*given),) * 2, _masked_softmax_backward)
+    return jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(query.dtype)
 
 
 def scaled_dot_product_attention(
