@@ -171,7 +171,6 @@ def gradient_norm(gradients: Params) -> Float[Array, ""]:
         divides = gradient.ndim and gradient.shape[0] % devices == 0
         (divisible if divides else whole).append(gradient)
     parts = [share(each) for each in divisible] + [each / devices**0.5 for each in whole]
-    # In one array, so that XLA joins the sums of small gradients to one operation.
     squares = jnp.stack([jnp.square(each).sum() for each in parts])
     return jnp.sqrt(sum_over_devices(squares.sum()))
 
