@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--run", type=Path, help="a trained run, beside CTranslate2")
+    parser.add_argument("--no-peers", action="store_true", help="measure only ours on a CPU, too")
     args = parser.parse_args()
     if args.run is not None:
         return trained.main(args)
@@ -72,7 +73,8 @@ def main() -> None:
             for beam in args.beam_sizes
             for row in measure(args, tokenizer, lines, sources, lengths, beam)
         ]
-    packages = ["jax", *(["torch", "transformers"] if args.device == "cpu" else [])]
+    peers = args.device == "cpu" and not args.no_peers
+    packages = ["jax", *(["torch", "transformers"] if peers else [])]
     title = (
         f"Decoding {len(lines):,} sentences of {args.corpus} into {sum(lengths):,} tokens, as long "
         f"as the {args.lengths}, size {args.size}, vocabulary {tokenizer.vocab_size:,}, "
@@ -94,7 +96,7 @@ def measure(
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
     contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings)]
-    if args.device == "cpu":
+    if args.device == "cpu" and not args.no_peers:
         peer = (marian, ordered, tokenizer.vocab_size, beam, args.size)
         tried = {
             (size, n): Contender(f"Marian with our memory settings{_in(size, n)}", *peer, size, n)

@@ -47,19 +47,22 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--patience", type=float, default=6, help="minutes for PyTorch to compile")
+    parser.add_argument("--attention", choices=("explicit", "fused"), default="explicit")
+    parser.add_argument("--no-peers", action="store_true", help="measure only ours on a CPU, too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         pairs = prepare(args, Path(scratch))
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     contenders = [Contender("flaxformer_min", ours, pairs, vars(args), dtype)]
-    if args.device == "cpu":
+    if args.device == "cpu" and not args.no_peers:
         contenders += best_peers(pairs, vars(args))
     alternate(contenders, args.rounds)
     rate = matrix_product_rate(dtype=dtype, size=2048 if args.device == "cpu" else 8192)
-    packages = ["jax", "torch"] if args.device == "cpu" else ["jax"]
+    packages = ["jax", "torch"] if len(contenders) > 1 else ["jax"]
     title = (
         f"Training on {args.corpus}, size {args.size}, vocabulary {args.vocab_size:,}, "
-        f"{args.tokens:,} target positions a batch, dropout {args.dropout}, {dtype}; matrix "
+        f"{args.tokens:,} target positions a batch, dropout {args.dropout}, {dtype}, "
+        f"{args.attention} attention; matrix "
         f"products {rate / 1e9:,.0f} GFLOP/s; {machine(*packages)}"
     )
     report(title, table_of(contenders, rate), args.json)
@@ -153,7 +156,11 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         rows.close()
     config = Config(
         model=ModelConfig(
-            vocab_size=settings["vocab_size"], dropout=settings["dropout"], dtype=dtype, **sizes
+            vocab_size=settings["vocab_size"],
+            dropout=settings["dropout"],
+            dtype=dtype,
+            attention=settings["attention"],
+            **sizes,
         )
     )
     model = Transformer(config.model)

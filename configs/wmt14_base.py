@@ -3,7 +3,6 @@
 Needs accelerators, and 4.5 M pairs that tfds downloads and prepares:
 
     python train.py configs/wmt14_base.py --data.download
-    python train.py configs/wmt14_base.py --model.dtype bfloat16
 
 Every number is the paper's. What differs: the 37,000 shared pieces are of a unigram model, not of
 byte-pair encoding; and a batch is packed rows, not sentences of about one length. 200 rows of 128

@@ -3,7 +3,7 @@
 As `wmt14_base.py`, with the sizes, the dropout and the 300,000 steps of "big". At its 1.0 s a step
 10 minutes are 600 steps; the mean is that of the last 20 checkpoints, of 2.6 GB each.
 
-    python train.py configs/wmt14_big.py --data.download --model.dtype bfloat16
+    python train.py configs/wmt14_big.py --data.download
 
 A step, at 6 FLOP for each parameter and token that meet:
 

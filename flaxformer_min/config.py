@@ -133,8 +133,9 @@ class ModelConfig:
     output_bias: bool = setting(False)
     """Add a bias to tied logits, as imported models do. Separate ones always have one."""
 
-    dtype: Literal["float32", "bfloat16"] = setting("float32", may_change=True)
-    """Type of the layers' computations. Parameters, softmax, norms and loss are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", may_change=True)
+    """Type of the layers' computations. auto: bfloat16 on a TPU and on GPUs that have it, float32
+    elsewhere; a run records which. Parameters, softmax, norms and loss are always float32."""
 
     attention: Literal["explicit", "fused"] = setting("explicit", may_change=True)
     """In training: equation 1 step by step, or as one fused operation, which does not return the

@@ -23,6 +23,7 @@ from flaxformer_min.model.attention import (
     scaled_dot_product_attention,
 )
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.target import compiling_for
 
 BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
 
@@ -161,25 +162,33 @@ def test_attention_without_its_weights_is_attention(heads, dtype, error, attend,
     assert (output[0, :, 2] == 0).all() and (of_query[0, :, 2] == 0).all()
 
 
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+MI250 = SimpleNamespace(platform="gpu", compute_capability="gfx90a")
+
+
 @pytest.mark.parametrize(
-    "platform, dtype, queries, d_k, supported",
+    "device, dtype, queries, d_k, supported",
     [
-        ("cuda 12.9", "bfloat16", 64, 64, True),
-        ("cuda 12.9", "bfloat16", 64, 128, True),
-        ("cpu", "bfloat16", 64, 64, False),
-        ("rocm 6.4", "bfloat16", 64, 64, False),
-        ("cuda 12.9", "float32", 64, 64, False),
-        ("cuda 12.9", "bfloat16", 63, 64, False),
-        ("cuda 12.9", "bfloat16", 64, 60, False),
-        ("cuda 12.9", "bfloat16", 64, 256, False),
+        (H100, "bfloat16", 64, 64, True),
+        (H100, "bfloat16", 64, 128, True),
+        (SimpleNamespace(platform="cpu"), "bfloat16", 64, 64, False),
+        (SimpleNamespace(platform="tpu"), "bfloat16", 64, 64, False),
+        (MI250, "bfloat16", 64, 64, False),
+        (H100, "float32", 64, 64, False),
+        (H100, "bfloat16", 63, 64, False),
+        (H100, "bfloat16", 64, 60, False),
+        (H100, "bfloat16", 64, 256, False),
     ],
 )
+@pytest.mark.parametrize("attached", [True, False])
 def test_flash_attention_is_requested_only_where_it_is_supported(
-    monkeypatch, platform, dtype, queries, d_k, supported
+    monkeypatch, device, dtype, queries, d_k, supported, attached
 ):
-    """By the rules of jax; cuDNN refuses anything else with an error."""
-    client = SimpleNamespace(platform_version=platform)
-    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(client=client)])
+    """By the rules of jax; cuDNN refuses anything else with an error. The device that a program is
+    compiled for decides, attached or not.
+    """
+    if attached:
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
     requested = []
 
     def attention(query, key, value, mask, implementation):
@@ -191,7 +200,8 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     query, key = (jax.ShapeDtypeStruct((2, 3, length, d_k), dtype) for length in (queries, 32))
     mask = jax.ShapeDtypeStruct((2, queries, 32), bool)
     # A new function each time: shapes of one that was traced before are cached.
-    jax.eval_shape(lambda *arrays: fused_attention(*arrays), query, key, key, mask)
+    with compiling_for(None if attached else [device]):
+        jax.eval_shape(lambda *arrays: fused_attention(*arrays), query, key, key, mask)
     assert requested == ["cudnn" if supported else "xla"]
 
 

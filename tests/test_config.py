@@ -28,7 +28,7 @@ def test_the_defaults_are_the_papers():
     assert (model.num_layers, model.d_model, model.d_ff, model.num_heads) == (6, 512, 2048, 8)
     assert (model.dropout, model.attention_dropout, model.feed_forward_dropout) == (0.1, 0, 0)
     assert (model.norm, model.positional_encoding) == ("post", "interleaved")
-    assert (model.vocab_size, model.embeddings, model.dtype) == (37_000, "shared", "float32")
+    assert (model.vocab_size, model.embeddings, model.dtype) == (37_000, "shared", "auto")
     assert (training.steps, training.warmup_steps) == (100_000, 4_000)
     assert (training.adam_b1, training.adam_b2, training.adam_epsilon) == (0.9, 0.98, 1e-9)
     assert training.label_smoothing == 0.1
@@ -117,7 +117,7 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         ModelConfig,
         dict(dtype="float16"),
-        "model.dtype must be one of 'float32', 'bfloat16'; got 'float16'.",
+        "model.dtype must be one of 'auto', 'float32', 'bfloat16'; got 'float16'.",
     ),
     (DataConfig, dict(corpus=3), "data.corpus must be text; got 3."),
     (DataConfig, dict(download=1), "data.download must be true or false; got 1."),

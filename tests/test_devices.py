@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.target import compiling_for, compute_dtype, target_platform
 from flaxformer_min.runtime import devices
 from flaxformer_min.runtime.devices import configure_cpu_devices
 
@@ -175,3 +178,24 @@ def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherw
         [sys.executable, "-c", SCRIPT], env=environment | chosen, capture_output=True, text=True
     )
     assert done.stdout == f"{cleared}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "device, platform, dtype",
+    [
+        (SimpleNamespace(platform="cpu"), "cpu", "float32"),
+        (SimpleNamespace(platform="tpu"), "tpu", "bfloat16"),
+        (SimpleNamespace(platform="gpu", compute_capability="9.0"), "cuda", "bfloat16"),
+        (SimpleNamespace(platform="gpu", compute_capability="7.5"), "cuda", "float32"),
+        (SimpleNamespace(platform="gpu", compute_capability="gfx90a"), "rocm", "float32"),
+    ],
+)
+def test_automatic_settings_are_those_of_the_device_that_a_program_is_compiled_for(
+    device, platform, dtype
+):
+    """Tensor cores of NVIDIA have bfloat16 from Ampere on, compute capability 8.0."""
+    with compiling_for([device]):
+        assert target_platform() == platform
+        assert compute_dtype(ModelConfig()) == dtype
+        assert compute_dtype(ModelConfig(dtype="float32")) == "float32"
+    assert target_platform() == "cpu"

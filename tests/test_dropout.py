@@ -1,6 +1,7 @@
 """Dropout: the share that is dropped, and where in the figure it is applied."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flaxformer_min.model.add_and_norm import AddAndNorm
 from flaxformer_min.model.dropout import (
     BY_ROW,
     Dropout,
+    hashed_words,
     keep_mask,
     masks_by_row,
     realised_rate,
@@ -21,17 +23,28 @@ from flaxformer_min.model.dropout import (
 from flaxformer_min.model.embedding import Embedding
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import one_sentence_per_row
 
 SHAPE = (101, 1999)  # neither a multiple of the four bytes of a word
 SIZE = 101 * 1999
-draw = jax.jit(keep_mask, static_argnums=(1, 2))
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def draw(request):
+    """`keep_mask` as it is compiled for the platform, run here."""
+
+    def mask(key, rate, shape):
+        with compiling_for([SimpleNamespace(platform=request.param)]):
+            return keep_mask(key, rate, shape)
+
+    return jax.jit(mask, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize(
     "rate, realised", [(0.1, 26 / 256), (0.3, 77 / 256), (0.5, 128 / 256), (0.999, 255 / 256)]
 )
-def test_dropout_drops_the_realised_share(rate, realised):
+def test_dropout_drops_the_realised_share(draw, rate, realised):
     """Section 5.4: P_drop in steps of 1/256; five standard deviations of the binomial apart."""
     dropped = 1 - np.asarray(draw(jax.random.key(1), rate, SHAPE)).mean()
     assert realised_rate(rate) == realised
@@ -50,14 +63,14 @@ def test_kept_values_are_scaled_up_so_that_the_mean_stays(rate):
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 1999])
-def test_neighbours_are_dropped_independently(distance):
+def test_neighbours_are_dropped_independently(draw, distance):
     """The four bytes of one random word decide for four neighbours, each on its own."""
     keep = np.asarray(draw(jax.random.key(3), 0.3, SHAPE)).ravel()
     correlation = np.corrcoef(keep[:-distance], keep[distance:])[0, 1]
     assert abs(correlation) < 5 / math.sqrt(SIZE)
 
 
-def test_another_key_drops_other_values():
+def test_another_key_drops_other_values(draw):
     """At rate 0.5, two keys agree on half of the values."""
     first, again, other = (np.asarray(draw(jax.random.key(seed), 0.5, SHAPE)) for seed in (4, 4, 5))
     assert_array_equal(first, again)
@@ -65,9 +78,27 @@ def test_another_key_drops_other_values():
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (5, 1, 1), (0, 4)])
-def test_a_mask_has_the_requested_shape(shape):
+def test_a_mask_has_the_requested_shape(draw, shape):
     """Words hold four bytes, and no shape needs to be a multiple of four."""
-    assert keep_mask(jax.random.key(0), 0.5, shape).shape == shape
+    assert draw(jax.random.key(0), 0.5, shape).shape == shape
+
+
+def test_bits_of_hashed_words_are_fair_and_independent_of_each_other():
+    """A fair coin for each of the 32 bits, and no two of them alike more often than not."""
+    words = np.asarray(jax.jit(hashed_words, static_argnums=1)(jax.random.key(6), (1 << 16,)))
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.abs(bits.mean(0) - 0.5).max() < 5 * math.sqrt(0.25 / (1 << 16))
+    correlation = np.corrcoef(bits.T) - np.eye(32)
+    assert np.abs(correlation).max() < 5 / math.sqrt(1 << 16)
+
+
+def test_neighbouring_keys_give_unrelated_words():
+    """The rows of a batch have keys whose numbers differ by one."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(7), jnp.arange(64))
+    words = np.asarray(jax.jit(jax.vmap(lambda key: hashed_words(key, (1024,))))(keys))
+    high = (words >> 24).astype(np.float32)
+    assert np.abs(np.corrcoef(high) - np.eye(64)).max() < 6 / math.sqrt(1024)
+    assert np.abs(np.corrcoef(high.T[:64]) - np.eye(64)).max() < 6 / math.sqrt(64)
 
 
 def test_without_a_key_or_a_rate_dropout_is_the_identity():

@@ -90,6 +90,12 @@ def test_a_call_leaves_a_run_that_translates(uncut):
     assert recorded["validation_loss"] == uncut.validation["loss"]
 
 
+def test_a_run_records_the_type_that_its_layers_computed_in(uncut):
+    """Not "auto", which may mean another type on another machine."""
+    assert ModelConfig().dtype == "auto"
+    assert uncut.run.config().model.dtype == "float32"
+
+
 def test_a_call_on_a_finished_run_returns_what_it_found(uncut):
     again = train(CONFIG, uncut.run.path, pairs=PAIRS)
     assert again.step == 6 and again.validation == uncut.validation

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.decoding.translator import DECODING_METHODS, fit_model
+from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
@@ -65,3 +66,9 @@ def with_architecture(config: Config, model: nn.Module | None) -> Config:
         return config
     named: ModelConfig = dataclasses.replace(config.model, architecture=type(model).__name__)
     return dataclasses.replace(config, model=named)
+
+
+def with_dtype(config: Config) -> Config:
+    """Return the settings with the type that the layers compute in instead of "auto"."""
+    model = dataclasses.replace(config.model, dtype=compute_dtype(config.model))
+    return dataclasses.replace(config, model=model)

@@ -19,7 +19,7 @@ from flaxformer_min.data.corpora import GIVEN
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation
 from flaxformer_min.experiment.averaging import drop_average, validate_average
-from flaxformer_min.experiment.model import build_model, can_decode, with_architecture
+from flaxformer_min.experiment.model import build_model, can_decode, with_architecture, with_dtype
 from flaxformer_min.experiment.prepare import Prepared, open_split, prepare
 from flaxformer_min.experiment.report import (
     MEMORY_ADVICE,
@@ -120,7 +120,7 @@ def train(
                 held.enter_context(run.locked())
         watch, compiled = Stopwatch(), CompileClock()
         try:
-            prepared = prepare(run, with_architecture(config, model), pairs)
+            prepared = prepare(run, with_dtype(with_architecture(config, model)), pairs)
         except KeyboardInterrupt:
             if count() > 1:
                 raise  # the other processes must end, too

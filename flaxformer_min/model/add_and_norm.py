@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.target import compute_dtype
 
 
 class LayerNorm(nn.LayerNorm):
@@ -30,7 +31,7 @@ class AddAndNorm(nn.Module):
 
     def setup(self):
         """Create the norm and the dropout."""
-        self.norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
+        self.norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=compute_dtype(self.config))
         self.dropout = Dropout(self.config.dropout)
 
     def before(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from flaxformer_min.model.target import target_platform
+
 
 def attention_weights(
     query: Float[Array, "queries d_k"],
@@ -116,8 +118,12 @@ def _cudnn_supports(query: Array, key: Array) -> bool:
     """Return whether cuDNN supports these shapes, [batch heads length d_k], and this dtype."""
     lengths_are_even = query.shape[2] % 2 == key.shape[2] % 2 == 0
     heads_fit = query.shape[3] % 8 == 0 and query.shape[3] <= 128
-    on_nvidia = "cuda" in jax.local_devices()[0].client.platform_version
-    return on_nvidia and query.dtype == jnp.bfloat16 and lengths_are_even and heads_fit
+    return (
+        target_platform() == "cuda"
+        and query.dtype == jnp.bfloat16
+        and lengths_are_even
+        and heads_fit
+    )
 
 
 class KeyValue(NamedTuple):

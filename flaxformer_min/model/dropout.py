@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from flaxformer_min.model.target import target_platform
 
 BY_ROW = "dropout_by_row"
 """The name of the random keys of `masks_by_row` in `rngs`."""
@@ -28,12 +30,35 @@ def realised_rate(rate: float) -> float:
 def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """Return True with probability 1 - realised_rate(rate), independently for each value.
 
-    Each 32-bit word of the generator serves four values.
+    On a CPU each 32-bit word of the generator serves four values. Elsewhere a value has a hashed
+    word of its own, because an accelerator is quick to compute but slow to store and move bytes.
     """
+    least = round(realised_rate(rate) * 256)
+    if target_platform() != "cpu":
+        return hashed_words(key, shape) >= jnp.uint32(least << 24)
     size = math.prod(shape)
     words = jax.random.bits(key, (-(-size // 4),), jnp.uint32)
     random_bytes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:size]
-    return random_bytes.reshape(shape) >= round(realised_rate(rate) * 256)
+    return random_bytes.reshape(shape) >= least
+
+
+def hashed_words(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt[Array, "..."]:
+    """Return a random word for each value: a hash of its number and of two words of the key.
+
+    Two rounds of the finaliser of MurmurHash3 (Appleby 2011), with a word of the key before each.
+    """
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    numbers = [
+        jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+        for axis, stride in enumerate(strides)
+    ]
+    word = sum(numbers, start=jnp.zeros(shape, jnp.uint32))
+    for secret in jax.random.bits(key, (2,), jnp.uint32):
+        word = word ^ secret
+        word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+        word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+        word = word ^ (word >> 16)
+    return word
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
+from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
 
 
@@ -37,7 +38,7 @@ class Embedding(nn.Module):
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
         x += self.positional_encoding(tokens.positions)
-        return self.dropout(x.astype(config.dtype))
+        return self.dropout(x.astype(compute_dtype(config)))
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""

@@ -7,6 +7,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.target import compute_dtype
 
 
 class EncoderLayer(nn.Module):
@@ -50,7 +51,9 @@ class Encoder(nn.Module):
         layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
         self.layer = [layer(self.config, self.attention) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
-            self.final_norm = LayerNorm(epsilon=self.config.norm_epsilon, dtype=self.config.dtype)
+            self.final_norm = LayerNorm(
+                epsilon=self.config.norm_epsilon, dtype=compute_dtype(self.config)
+            )
 
     def __call__(
         self,

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.target import compute_dtype
 
 ACTIVATIONS = {
     "relu": nn.relu,
@@ -25,7 +26,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Apply the same network to each position."""
         config = self.config
-        inner = Linear(config.d_ff, config.dtype, name="inner")
-        outer = Linear(config.d_model, config.dtype, name="outer")
+        inner = Linear(config.d_ff, compute_dtype(config), name="inner")
+        outer = Linear(config.d_model, compute_dtype(config), name="outer")
         activated = ACTIVATIONS[config.activation](inner(x))
         return outer(Dropout(config.feed_forward_dropout)(activated))

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from flaxformer_min.model.target import target_platform
+
 
 def project(
     x: Float[Array, "*batch d_in"], kernel: Float[Array, "d_in d_out"], dtype: Any = jnp.float32
@@ -25,11 +27,32 @@ class Linear(nn.Module):
     features: int
     dtype: str
 
-    @nn.compact
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         """Return `features` values for each token."""
-        shape = (x.shape[-1], self.features)
+        kernel, bias = self.weights(x.shape[-1])
+        x = jnp.asarray(x, self.dtype)
+        return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+
+    @nn.compact
+    def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
+        """Return the kernel and the bias in the type of the computation."""
+        shape = (d_in, self.features)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        x, kernel, bias = (jnp.asarray(each, self.dtype) for each in (x, kernel, bias))
-        return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+        return jnp.asarray(kernel, self.dtype), jnp.asarray(bias, self.dtype)
+
+
+def project_to_heads(
+    x: Float[Array, "batch length d_in"], linear: Linear, heads: int
+) -> Float[Array, "batch heads length d_k"]:
+    """Return the linear layer of `x`, divided among heads: head i has the i-th of equal parts.
+
+    A TPU would spend as much time on moving the features of a product to the layout of heads as on
+    the product. There the product writes that layout itself.
+    """
+    if target_platform() != "tpu":
+        y = linear(x)
+        return y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2)
+    kernel, bias = linear.weights(x.shape[-1])
+    kernel, bias = kernel.reshape(x.shape[-1], heads, -1), bias.reshape(1, heads, 1, -1)
+    return jnp.einsum("btd,dhk->bhtk", jnp.asarray(x, kernel.dtype), kernel) + bias

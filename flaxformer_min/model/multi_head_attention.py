@@ -13,7 +13,8 @@ from flaxformer_min.model.attention import (
     fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.linear import Linear, project_to_heads
+from flaxformer_min.model.target import compute_dtype
 
 
 class MultiHeadAttention(nn.Module):
@@ -35,16 +36,16 @@ class MultiHeadAttention(nn.Module):
         self.dropout = Dropout(self.config.attention_dropout)
 
     def _projection(self) -> Linear:
-        return Linear(self.config.d_model, self.config.dtype)
+        return Linear(self.config.d_model, compute_dtype(self.config))
 
     def _heads(
-        self, x: Float[Array, "batch length d_model"]
+        self, projection: Linear, x: Float[Array, "batch length d_model"]
     ) -> Float[Array, "batch heads length d_k"]:
-        return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(1, 2)
+        return project_to_heads(x, projection, self.config.num_heads)
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(self._heads(self.key(x)), self._heads(self.value(x)))
+        return KeyValue.of(self._heads(self.key, x), self._heads(self.value, x))
 
     def __call__(
         self,
@@ -53,7 +54,7 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        heads = self.attend(self._heads(self.query(x)), attended, mask)
+        heads = self.attend(self._heads(self.query, x), attended, mask)
         return self.output(heads.swapaxes(1, 2).reshape(x.shape))
 
     def attend(

@@ -36,12 +36,14 @@ def sinusoidal_encoding(
         raise ValueError(f"d_model must be even: sines and cosines come in pairs; got {d_model}.")
     if layout not in ("interleaved", "halves"):
         raise ValueError(f"layout must be 'interleaved' or 'halves'; got {layout!r}.")
-    rate = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
+    columns = jnp.arange(d_model, dtype=jnp.int32)
+    interleaved = layout == "interleaved"
+    pair = columns // 2 if interleaved else columns % (d_model // 2)
+    is_sine = columns % 2 == 0 if interleaved else columns < d_model // 2
+    rate = 10_000.0 ** (-(2 * pair).astype(jnp.float32) / d_model)
     angle = positions[:, None].astype(jnp.float32) * rate[None, :]
-    sines, cosines = jnp.sin(angle), jnp.cos(angle)
-    if layout == "halves":
-        return jnp.concatenate([sines, cosines], axis=-1)
-    return jnp.stack([sines, cosines], axis=-1).reshape(-1, d_model)
+    # Half of both is unused. Moving values between columns would cost an accelerator more.
+    return jnp.where(is_sine[None, :], jnp.sin(angle), jnp.cos(angle))
 
 
 batched_sinusoidal_encoding = jax.vmap(sinusoidal_encoding, in_axes=(0, None, None))

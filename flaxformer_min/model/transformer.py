@@ -41,6 +41,7 @@ from flaxformer_min.model.masks import (
 )
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.positions import PositionFunction
+from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
 
 
@@ -127,7 +128,7 @@ class Transformer(nn.Module):
         length = prefix.shape[1]
         columns = length + capacity
         shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
-        empty = KeyValue.of(*(jnp.zeros(shape, config.dtype),) * 2)
+        empty = KeyValue.of(*(jnp.zeros(shape, compute_dtype(config)),) * 2)
         ancestors = jnp.full((batch, beam_size, columns), UNFILLED, jnp.int32)
         if not length:
             positions = jnp.zeros(batch, jnp.int32)

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from flaxformer_min.model.target import target_platform
+
 CHUNK = 512
-"""Tokens whose logits are in memory at a time."""
+"""Tokens whose logits are in memory at a time on a CPU, where they stay in its cache."""
+
+MOST_LOGITS = 1 << 28
+"""Most logits in memory at a time on an accelerator."""
 
 TokenLoss = Callable[[Float[Array, " vocab"], Int[Array, ""]], Float[Array, ""]]
 """Return the loss of one token, given its float32 logits and its label."""
@@ -29,7 +34,19 @@ def smoothed_cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(logits)
-    return total - (1.0 - smoothing) * logits[label] - smoothing * logits.mean()
+    return total - (1.0 - smoothing) * logit_of(logits, label) - smoothing * logits.mean()
+
+
+def logit_of(logits: Float[Array, " vocab"], label: Int[Array, ""]) -> Float[Array, ""]:
+    """Return `logits[label]`.
+
+    On an accelerator it is a sum over the vocabulary, which joins the sums that the loss takes
+    anyway. The gradient of indexing is a scatter, which a TPU runs as a loop over the tokens.
+    """
+    if target_platform() == "cpu":
+        return logits[label]
+    numbers = jnp.arange(logits.size, dtype=label.dtype)
+    return jnp.where(numbers == label, logits, 0.0).sum()
 
 
 class Sums(NamedTuple):
@@ -53,13 +70,14 @@ def score_token(
     cross-entropies plus `r_drop` / 2 times the mean of both Kullback-Leibler divergences. This is
     half of theirs, so that the loss keeps its scale.
     """
-    loss = jax.vmap(token_loss, (0, None))(logits.astype(jnp.float32), label).mean()
+    logits = logits.astype(jnp.float32)
+    loss = jax.vmap(token_loss, (0, None))(logits, label).mean()
     if r_drop:
         loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(
         loss,
         jax.vmap(smoothed_cross_entropy, (0, None, None))(logits, label, 0.0).mean(),
-        (logits[:, label] >= logits.max(-1)).astype(jnp.float32).mean(),
+        (jax.vmap(logit_of, (0, None))(logits, label) >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )
 
@@ -88,14 +106,12 @@ def sum_over_tokens(
 ) -> Sums:
     """Return the sums over all tokens that are `real`, that is, not padding.
 
-    `hidden_states` are the input of `to_logits`, the output projection. Logits exist for `CHUNK`
-    tokens at a time; those of a full batch would take gigabytes with a vocabulary of 37,000. Only
+    `hidden_states` are the input of `to_logits`, the output projection. Logits exist for a chunk of
+    the tokens at a time; those of a full batch may take gigabytes with a vocabulary of 37,000. Only
     `loss` can be differentiated. `token_loss` replaces the cross-entropy with `smoothing`.
     """
     token_loss = token_loss or partial(smoothed_cross_entropy, smoothing=smoothing)
-    chunks = max(labels.size // CHUNK, 1)
-    while labels.size % chunks:
-        chunks -= 1
+    chunks = _chunks(to_logits, hidden_states, labels.size)
     score_tokens = jax.vmap(score_token, (1, 0, None, None))
 
     def of_chunk(logits: Callable, hidden_states, labels, real) -> tuple[Float[Array, ""], Sums]:
@@ -112,6 +128,23 @@ def sum_over_tokens(
     )
 
 
+def _chunks(to_logits: Callable, hidden_states: Array, tokens: int) -> int:
+    """Return into how many chunks of one size to divide the tokens."""
+    if target_platform() == "cpu":
+        chunks = max(tokens // CHUNK, 1)
+        while tokens % chunks:
+            chunks -= 1
+        return chunks
+    # Each chunk costs an accelerator a pass over the gradient of the output projection.
+    one = jax.ShapeDtypeStruct(
+        (hidden_states.shape[0], 1, hidden_states.shape[-1]), hidden_states.dtype
+    )
+    chunks = -(-tokens * jax.eval_shape(to_logits, one).size // MOST_LOGITS)
+    while tokens % chunks:
+        chunks += 1
+    return chunks
+
+
 def _sum_over_chunks(
     to_logits: Callable, of_chunk: Callable, hidden_states: Array, rest: tuple
 ) -> Sums:
@@ -125,6 +158,12 @@ def _sum_over_chunks(
     def chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
         return of_chunk(lambda x: to_logits(x, *weights), hidden_states, *rest)
 
+    def rounded_chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
+        def logits(x: Array) -> Array:
+            return _rounded(to_logits(x, *weights), x.dtype)
+
+        return of_chunk(logits, hidden_states, *rest)
+
     @jax.custom_vjp
     def total(weights: list, hidden_states: Array) -> Sums:
         sums = jax.lax.map(lambda chunk: chunk_sums(weights, *chunk)[1], (hidden_states, rest))
@@ -132,7 +171,7 @@ def _sum_over_chunks(
 
     def forward(weights: list, hidden_states: Array) -> tuple[Sums, tuple]:
         def add(added: tuple[Sums, list], chunk: tuple) -> tuple[tuple[Sums, list], Array]:
-            gradients, sums = jax.grad(chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
+            gradients, sums = jax.grad(rounded_chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
             return jax.tree.map(jnp.add, added, (sums, gradients[0])), gradients[1]
 
         nothing = Sums(*(jnp.float32(0.0),) * 4), jax.tree.map(jnp.zeros_like, weights)
@@ -146,3 +185,12 @@ def _sum_over_chunks(
 
     total.defvjp(forward, backward)
     return total(weights, hidden_states)
+
+
+def _rounded(logits: Array, dtype: Any) -> Array:
+    """Return logits as an accelerator stores them for the gradient: in `dtype`, that of the layers.
+
+    Writing and reading them in float32 takes longer than computing them, and the products of the
+    backward pass round them in any case. Sums over them are of float32.
+    """
+    return logits if target_platform() == "cpu" else logits.astype(dtype)

@@ -1,6 +1,6 @@
 """One training step, on all devices at once (sections 5.2-5.4)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
+from flaxformer_min.model.target import compiling_for, target_platform
 from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
@@ -48,26 +49,29 @@ class TrainState(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
+def initial_state(model: nn.Module, config: Config, seed: UInt[Array, ""]) -> TrainState:
+    """Return the state before the first step."""
+    tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
+    params_key, key = jax.random.split(jax.random.key(seed))
+    params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
+    opt_state = make_optimizer(config.training).init(params)
+    # A copy, because a buffer cannot be donated twice.
+    average = jax.tree.map(jnp.copy, params) if config.training.ema_decay else None
+    return TrainState(jnp.int32(0), params, opt_state, key, average)
+
+
 def init_state(
     model: nn.Module, config: Config, while_compiling: Callable[[TrainState], Any] | None = None
 ) -> TrainState:
-    """Return the initial state, replicated on the devices of this process.
+    """Return `initial_state`, replicated on the devices of this process.
 
     `while_compiling` is called with the shapes of the state while XLA computes it in a thread.
     """
 
-    def init(seed: UInt[Array, ""]) -> TrainState:
-        tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
-        params_key, key = jax.random.split(jax.random.key(seed))
-        params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
-        opt_state = make_optimizer(config.training).init(params)
-        # A copy, because a buffer cannot be donated twice.
-        average = jax.tree.map(jnp.copy, params) if config.training.ema_decay else None
-        return TrainState(jnp.int32(0), params, opt_state, key, average)
-
     # Every process computes the same state.
     replicated = same_on(jax.local_devices())
-    make, seed = jax.jit(init, out_shardings=replicated), np.uint32(config.training.seed)
+    make = jax.jit(partial(initial_state, model, config), out_shardings=replicated)
+    seed = np.uint32(config.training.seed)
     if while_compiling is None:
         return make(seed)
     lowered = make.lower(seed)
@@ -129,15 +133,16 @@ def gradient_sums(
         variables, target = {"params": params}, batch.target
         with masks_by_row(rows):
             hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
-        sums = sum_over_tokens(
-            partial(model.apply, variables, method="logits"),
-            hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
-            target.ids,
-            target.segments,
-            config.label_smoothing,
-            config.r_drop,
-            token_loss,
-        )
+        with jax.named_scope("loss"):
+            sums = sum_over_tokens(
+                partial(model.apply, variables, method="logits"),
+                hidden_states.reshape(-1, *target.ids.shape, hidden_states.shape[-1]),
+                target.ids,
+                target.segments,
+                config.label_smoothing,
+                config.r_drop,
+                token_loss,
+            )
         return sums.loss, sums
 
     return jax.grad(loss, has_aux=True)(params)
@@ -146,6 +151,28 @@ def gradient_sums(
 def sum_over_devices(tree: Any) -> Any:
     """Return the sum of each array over the devices of `pmap`, of all processes."""
     return jax.lax.psum(tree, "devices")
+
+
+def gradient_norm(gradients: Params) -> Float[Array, ""]:
+    """Return the norm of gradients that all devices have.
+
+    On accelerators, each device squares and sums only its share.
+    """
+    if target_platform() == "cpu":
+        return optax.tree.norm(gradients)
+    devices, device = jax.lax.axis_size("devices"), jax.lax.axis_index("devices")
+
+    def share(gradient: Array) -> Array:
+        rows = gradient.shape[0] // devices
+        return jax.lax.dynamic_slice_in_dim(gradient, device * rows, rows)
+
+    divisible, whole = [], []
+    for gradient in jax.tree.leaves(gradients):
+        divides = gradient.ndim and gradient.shape[0] % devices == 0
+        (divisible if divides else whole).append(gradient)
+    parts = [share(each) for each in divisible] + [each / devices**0.5 for each in whole]
+    squares = jnp.stack([jnp.square(each).sum() for each in parts])
+    return jnp.sqrt(sum_over_devices(squares.sum()))
 
 
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
@@ -163,7 +190,10 @@ def moving_average(average: Params, params: Params, step: Int[Array, ""], decay:
 
 
 def make_train_step(
-    model: nn.Module, config: Config, token_loss: TokenLoss | None = None
+    model: nn.Module,
+    config: Config,
+    token_loss: TokenLoss | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return `train_step(state, batch) -> (state, metrics)` for all devices.
 
@@ -175,18 +205,23 @@ def make_train_step(
 
     model:      any Linen module with `hidden_states(batch)` and `logits(x)`.
     token_loss: used instead of label-smoothed cross-entropy, if given.
+    devices:    to compile for; None: all devices of jax. They need not be attached: see
+                docs/accelerators.md.
     """
     training = config.training
     optimizer, rate = make_optimizer(training), learning_rate(config.model.d_model, training)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        total = _sum_of_batches(model, state, batch, training, token_loss)
+        with compiling_for(devices):
+            total = _sum_of_batches(model, state, batch, training, token_loss)
         sides = [side.segments for side in batch]
         real = sum(jnp.count_nonzero(segments) for segments in sides)
         (gradients, sums), real = sum_over_devices((total, real))
         tokens = jnp.maximum(sums.tokens, 1.0)
+        with compiling_for(devices), jax.named_scope("gradient_norm"):
+            norm = gradient_norm(gradients) / tokens
+        # Behind the norm, so that an accelerator divides only where Adam reads the gradient.
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
-        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         metrics = {
             "loss": sums.loss / tokens,
@@ -198,10 +233,16 @@ def make_train_step(
             "learning_rate": rate(state.step),
             "skipped": (~finite).astype(jnp.float32),
         }
-        return _updated(state, gradients, finite, optimizer, rate, training), metrics
+        with jax.named_scope("adam"):
+            return _updated(state, gradients, finite, optimizer, rate, training), metrics
 
     return jax.pmap(
-        train_step, axis_name="devices", in_axes=(None, 0), out_axes=None, donate_argnums=0
+        train_step,
+        axis_name="devices",
+        in_axes=(None, 0),
+        out_axes=None,
+        donate_argnums=0,
+        devices=devices,
     )
 
 
@@ -253,14 +294,22 @@ def _updated(
     return TrainState(state.step + 1, params, opt_state, state.key, average)
 
 
-def make_eval_step(model: nn.Module) -> Callable[[Params, Batch], Sums]:
-    """Return `eval_step(params, batch) -> Sums` over all devices, without dropout and smoothing."""
+def make_eval_step(
+    model: nn.Module, devices: Sequence[jax.Device] | None = None
+) -> Callable[[Params, Batch], Sums]:
+    """Return `eval_step(params, batch) -> Sums` over all devices, without dropout and smoothing.
+
+    `devices` as in `make_train_step`.
+    """
 
     def eval_step(params: Params, batch: Batch) -> Sums:
         batch = jax.tree.map(lambda column: column[0], batch)
-        hidden_states = model.apply({"params": params}, batch, method="hidden_states")
         target, logits = batch.target, partial(model.apply, {"params": params}, method="logits")
-        sums = sum_over_tokens(logits, hidden_states[None], target.ids, target.segments)
+        with compiling_for(devices):
+            hidden_states = model.apply({"params": params}, batch, method="hidden_states")
+            sums = sum_over_tokens(logits, hidden_states[None], target.ids, target.segments)
         return sum_over_devices(sums)
 
-    return jax.pmap(eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None)
+    return jax.pmap(
+        eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None, devices=devices
+    )

@@ -1,0 +1,56 @@
+"""The devices that a program is traced for, which decide between two ways to compute the same."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from flaxformer_min.config import ModelConfig
+
+_TARGET: contextvars.ContextVar[Any] = contextvars.ContextVar("target")
+
+
+@contextlib.contextmanager
+def compiling_for(devices: Sequence[Any] | None) -> Iterator[None]:
+    """Let programs traced in the body suit `devices`, attached or not; None changes nothing."""
+    if devices is None:
+        yield
+        return
+    before = _TARGET.set(devices[0])
+    try:
+        yield
+    finally:
+        _TARGET.reset(before)
+
+
+def target_platform() -> str:
+    """Return the platform that a program is traced for: "cpu", "tpu", "cuda" or "rocm".
+
+    It is that of `compiling_for`, or that of jax's own devices.
+    """
+    platform = _target().platform
+    if platform == "gpu":
+        return "cuda" if _cuda_capability() else "rocm"
+    return platform
+
+
+def compute_dtype(config: ModelConfig) -> str:
+    """Return the type that layers compute in, "bfloat16" or "float32".
+
+    "auto" is bfloat16 on a TPU and on an NVIDIA GPU that has units for it, from Ampere on.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if target_platform() == "tpu" or _cuda_capability() >= 8 else "float32"
+
+
+def _cuda_capability() -> float:
+    """Return the compute capability of an NVIDIA GPU, as 9.0, and 0 for other devices."""
+    text = str(getattr(_target(), "compute_capability", ""))
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+
+
+def _target() -> Any:
+    return _TARGET.get(None) or jax.local_devices()[0]
