@@ -277,29 +277,39 @@ def evaluate(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
 
 
 def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
-    """Lower the search for a batch of sources of one length."""
+    """Lower the search in a pool: admitting sentences, and the loop over their tokens."""
     import jax
 
-    from flaxformer_min.decoding.batching import Options, _search
+    from flaxformer_min.decoding.batching import pool_shape
+    from flaxformer_min.decoding.pool import Newcomers, Rules, begin, empty, run
     from flaxformer_min.model.target import compiling_for
 
     model, state = model_and_state(config, devices)
     decoding = config.decoding
-    options = Options(
+    rules = Rules(
         decoding.beam_size,
         length_penalty=decoding.length_penalty,
-        max_extra_tokens=decoding.max_extra_tokens,
+        early_stopping=decoding.early_stopping,
     )
-    program = partial(_search, options=options, max_positions=config.model.max_positions)
-    mapped = jax.pmap(
-        partial(program, [model]), "devices", in_axes=(None, 0, 0, 0, 0), devices=devices
-    )
-    shape = len(devices), args.sentences
-    source = jax.ShapeDtypeStruct((*shape, args.source), np.int32)
-    each = jax.ShapeDtypeStruct(shape, np.int32)
-    seeds = jax.ShapeDtypeStruct((*shape, 1), np.uint32)
+    shape = pool_shape(args.sentences, args.source, args.source + decoding.max_extra_tokens)
+    new = jax.ShapeDtypeStruct((shape.newcomers,), np.int32)
+    source = jax.ShapeDtypeStruct((shape.newcomers, shape.width), np.int32)
+    newcomers = Newcomers(new, source, new, new, None, None)
     with compiling_for(devices):
-        return mapped.lower([state.params], source, each, each, seeds)
+        begin_here = partial(begin, [model], rules=rules, shape=shape)
+        pool = empty(begin_here, [state.params], newcomers, shape)
+        arguments = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
+            (pool, newcomers, jax.ShapeDtypeStruct((), np.int32)),
+        )
+        mapped = jax.pmap(
+            partial(run, [model], begin=begin_here, rules=rules, shape=shape),
+            "devices",
+            in_axes=(None, 0, 0, 0),
+            donate_argnums=1,
+            devices=devices,
+        )
+        return mapped.lower([state.params], *arguments)
 
 
 def search_figures(

@@ -154,6 +154,7 @@ def ours(
     configure_cpu_devices()  # as the command line does
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
+    from flaxformer_min.decoding import scheduling
     from flaxformer_min.decoding.batching import BatchRunner
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
@@ -162,24 +163,20 @@ def ours(
     one = one_sentence_per_row(jnp.array([[4, 3]]))
     params = jax.jit(Transformer(config).init)(jax.random.key(0), Batch(one, one))["params"]
     decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
-    limits = np.array([1, *lengths], np.int32)  # of line 0, which is padding, then of all lines
+    scheduling.Job.limit = lambda job, line: lengths[line - 1]
 
-    class EndAtLimit(BatchRunner):
+    class Checked(BatchRunner):
         """Every hypothesis ends at the limit of its line, and not before."""
 
-        def _program(self, name, program, source, limit, numbers, *rest):
-            run = super()._program(name, program, source, limits[numbers], numbers, *rest)
-
-            def checked():
-                found = run()
-                assert np.array_equal((found.ids[:, 0] != PAD).sum(1), limits[numbers])
-                return found
-
-            return checked
+        def search(self, *arguments):
+            for batch, found in super().search(*arguments):
+                found_lengths = (found.ids[:, 0] != PAD).sum(1)
+                assert found_lengths.tolist() == [lengths[line - 1] for line in batch]
+                yield batch, found
 
     tokenizers = tokenizer, tokenizer
     translator = Translator([Transformer(config)], [params], tokenizers, decoding)
-    translator.runner = EndAtLimit(translator.models, [params], batch_size)
+    translator.runner = Checked(translator.models, [params], batch_size)
 
     def run() -> dict[str, float]:
         since = time.perf_counter()

@@ -18,6 +18,7 @@ from training_jobs import changed, shared_programs, small_config, stopped_after,
 from benchmarks.crash import differences, newest, write_corpus
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.experiment.model import with_dtype
 from flaxformer_min.experiment.prepare import prepare
 from flaxformer_min.experiment.report import report_start
 from flaxformer_min.experiment.run import train
@@ -58,7 +59,7 @@ def test_a_run_folder_holds_all_that_is_needed(config, tmp_path, log):
         "tensorboard",
         "lock",
     }
-    assert result.run.config() == config
+    assert result.run.config() == with_dtype(config)  # "auto" is resolved
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [4, 6, 8, 9]
     assert {

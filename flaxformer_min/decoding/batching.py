@@ -219,10 +219,7 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        # Attention reads the whole capacity, and few translations need much more than their source.
-        capacity = steps if job.roomy or slots == 1 else min(width + width // 8 + 4, steps)
-        newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 8)
-        return PoolShape(slots, newcomers, width, capacity, steps, job.prefix)
+        return pool_shape(slots, width, steps, roomy=job.roomy or slots == 1, prefix=job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.
@@ -260,6 +257,18 @@ class BatchRunner:
         with _explain_mismatch():
             lowered = mapped.lower(self.params, *trees)
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
+
+
+def pool_shape(
+    slots: int, width: int, steps: int, roomy: bool = False, prefix: int = 0
+) -> PoolShape:
+    """Return the shape of a pool of so many sentences, with room for the longest if `roomy`.
+
+    Attention reads the whole capacity, and few translations need much more than their source.
+    """
+    capacity = steps if roomy else min(width + width // 8 + 4, steps)
+    newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 8)
+    return PoolShape(slots, newcomers, width, capacity, steps, prefix)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,11 @@ class Job:
         """Return the tokens of a source."""
         return len(self.sources[line])
 
+    def limit(self, line: int) -> int:
+        """Return the most tokens of a translation, prefix and EOS included."""
+        limit = self.length(line) + self.options.max_extra_tokens
+        return min(limit, self.runner.max_positions or limit)
+
     def newcomers(self, placed: list[list[tuple[int, int]]], shape: PoolShape) -> Newcomers:
         """Return the arrays of these (slot, line) of each device."""
         of_devices = [self._newcomers(of_device, shape) for of_device in placed]
@@ -108,11 +113,8 @@ class Job:
 
     def _newcomers(self, placed: list[tuple[int, int]], shape: PoolShape) -> Newcomers:
         lines = [line for _, line in placed]
-        limits = [self.length(line) + self.options.max_extra_tokens for line in lines]
-        if self.runner.max_positions:
-            limits = [min(limit, self.runner.max_positions) for limit in limits]
         numbers = np.array(
-            [(slot, limit, line) for (slot, line), limit in zip(placed, limits, strict=True)]
+            [(slot, self.limit(line), line) for slot, line in placed]
             + [(shape.slots, 1, 0)] * (shape.newcomers - len(placed)),
             np.int32,
         )
