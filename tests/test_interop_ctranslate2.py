@@ -54,7 +54,18 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=lambda each: "-".join(map(str, each.values())))
+QUICK = (0, 11, 12, 14)
+"""Of the variants: one of each norm, table of embeddings, kind of positions and activation."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, marks=[] if number in QUICK else pytest.mark.slow)
+        for number, each in enumerate(VARIANTS)
+    ],
+    ids=lambda each: "-".join(map(str, each.values())),
+)
 def test_every_kind_of_model_keeps_its_probabilities(tmp_path, settings):
     """Norms, positions, embeddings, activations and epsilons, with random parameters."""
     run = make_tiny_run(tmp_path / "run", **settings)

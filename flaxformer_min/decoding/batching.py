@@ -215,7 +215,9 @@ class BatchRunner:
         width = bucket(longest, self.lengths)
         most = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
         sizes = [*(size for size in BATCHES if size < most), most]
-        slots = bucket(min(-(-waiting // len(self.devices)), most), sizes)
+        # Sentences that cannot be followed by others leave empty lanes: two rounds waste fewer.
+        share = -(-waiting // len(self.devices))
+        slots = bucket(min(share if share <= 8 else -(-share // 2), most), sizes)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
@@ -267,7 +269,7 @@ def pool_shape(
     Attention reads the whole capacity, and few translations need much more than their source.
     """
     capacity = steps if roomy else min(width + width // 8 + 4, steps)
-    newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 8)
+    newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 4)
     return PoolShape(slots, newcomers, width, capacity, steps, prefix)
 
 

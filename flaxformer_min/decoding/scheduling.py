@@ -22,11 +22,11 @@ LENGTHS = (16, 24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LONGEST_PREFIX = 2 * LENGTHS[-1]
 """Most tokens of a forced prefix."""
 
-BATCHES = (1, 8, 64)
+BATCHES = (1, 8, 16, 32, 64)
 """Sentences that a pool has, on each device; the configured batch size is the last."""
 
 FEWEST_NEWCOMERS = 4
-"""Sentences that are admitted together; an eighth of a larger pool."""
+"""Sentences that are admitted together; a quarter of a larger pool."""
 
 MAX_BATCH_TOKENS = 64 * 128
 """Most source tokens of a batch on one device: long sentences come in smaller batches."""
@@ -167,11 +167,12 @@ class Lanes:
         self.program = runner.compiled(("run", rules, shape), program, *arrays, donate=(1,))
 
     def _may_admit(self) -> bool:
-        """Return whether the next line is not much shorter than what the pool is made for."""
-        if not self.waiting:
-            return False
-        width = bucket(self.job.length(self.waiting[0]), self.job.runner.lengths)
-        return 2 * width >= self.shape.width
+        """Return whether the next line may join those that are alive."""
+        return bool(self.waiting) and self._fits(self.waiting[0], self.shape.width)
+
+    def _fits(self, line: int, width: int) -> bool:
+        """Return whether a line is not so short that a pool of this width would be wasted on it."""
+        return 4 * bucket(self.job.length(line), self.job.runner.lengths) >= width
 
     def _fit_shape(self) -> None:
         """Make, or change, the pool according to what is alive and what waits."""
@@ -206,7 +207,7 @@ class Lanes:
         runner, length = self.job.runner, self.job.length
         longest = max(longest, length(self.waiting[0]))
         width = bucket(longest, runner.lengths)
-        joining = sum(2 * bucket(length(line), runner.lengths) >= width for line in self.waiting)
+        joining = sum(self._fits(line, width) for line in self.waiting)
         return runner.shape(self.job, longest, joining)
 
     def run(self) -> Report:
