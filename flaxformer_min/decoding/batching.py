@@ -114,17 +114,16 @@ class BatchRunner:
         longest = max(map(len, prefixes.values()), default=0)
         prefix = bucket(longest, (0, *self.lengths, LONGEST_PREFIX))
         job = Job(self, sources, prefixes, options, prefix)
-        waiting = sorted(sources, key=lambda line: (-len(sources[line]), line))
         outgrown: list[int] = []
-        yield from self._search_in_pools(job, waiting, stop, outgrown)
+        yield from self._search_in_pools(job, sources, stop, outgrown)
         # Few translations are much longer than their source. They begin again, with more room.
-        again, job = sorted(outgrown, key=waiting.index), dataclasses.replace(job, roomy=True)
-        yield from self._search_in_pools(job, again, stop, [])
+        yield from self._search_in_pools(dataclasses.replace(job, roomy=True), outgrown, stop, [])
 
     def _search_in_pools(
-        self, job: Job, lines: list[int], stop: StopCheck, outgrown: list[int]
+        self, job: Job, lines: Iterable[int], stop: StopCheck, outgrown: list[int]
     ) -> Iterator[tuple[list[int], Hypotheses]]:
-        """Search for these lines, longest sources first, in a pool for each core."""
+        """Search for these lines in a pool for each core; add those that have no room to a list."""
+        lines = sorted(lines, key=lambda line: (-job.length(line), line))
         # Dealt out beforehand: shapes must not depend on which core is faster.
         pools = [Lanes(job, deque(lines[core :: self.cores])) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)

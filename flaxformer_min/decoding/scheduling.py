@@ -4,6 +4,7 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -185,10 +186,12 @@ class Lanes:
             if self.waiting:
                 self._make()
             return
-        if len(self.waiting) < self.shape.slots:
+        longest = max(*lengths, self._next_length())
+        is_narrower = bucket(longest, runner.lengths) < self.shape.width
+        if len(self.waiting) < self.shape.slots or not is_narrower:
             return
-        shape = self._shape_of_waiting(max(lengths))
-        if shape.width < self.shape.width and shape.slots >= self.shape.slots:
+        shape = self._shape_of_waiting(longest)
+        if shape.slots >= self.shape.slots:
             key = ("move", self.job.rules, self.shape, shape)
             moved = runner.compiled(key, lambda params, pool: move(pool, shape), self.pool)
             self.pool, self.shape = moved(runner.params, self.pool), shape
@@ -197,17 +200,21 @@ class Lanes:
 
     def _make(self) -> None:
         runner = self.job.runner
-        self.shape = self._shape_of_waiting(0)
+        self.shape = self._shape_of_waiting(self._next_length())
         self.lines = [[None] * self.shape.slots for _ in runner.devices]
         nobody = self.job.newcomers([[]], self.shape)
         self.pool = runner.empty_pool(self.job.rules, self.shape, nobody)
 
+    def _next_length(self) -> int:
+        return self.job.length(self.waiting[0]) if self.waiting else 0
+
     def _shape_of_waiting(self, longest: int) -> PoolShape:
-        """Return the shape for the longest lines that wait, and those that may join them."""
-        runner, length = self.job.runner, self.job.length
-        longest = max(longest, length(self.waiting[0]))
+        """Return the shape for sources up to `longest`, and for those that wait and may join."""
+        runner = self.job.runner
         width = bucket(longest, runner.lengths)
-        joining = sum(self._fits(line, width) for line in self.waiting)
+        # More than two rounds of the largest pool make no difference.
+        first = itertools.islice(self.waiting, 2 * runner.batch_size * len(runner.devices))
+        joining = sum(self._fits(line, width) for line in first)
         return runner.shape(self.job, longest, joining)
 
     def run(self) -> Report:
