@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -540,6 +541,77 @@ def test_an_imported_run_can_be_fine_tuned_and_exported(opus, tmp_path):
     with pytest.raises(ValueError, match="data.tokenizers must be 'trained'"):
         alone = dataclasses.replace(config, training=dataclasses.replace(training, init_from=""))
         train(alone, tmp_path / "alone", pairs=pairs)
+
+
+MULTI30K = Path(__file__).parents[2] / "shared" / "data" / "multi30k"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="Multi30k is not in shared/data")
+def test_fine_tuning_an_imported_model_lowers_its_loss_and_resumes_bit_for_bit(
+    transformers, tmp_path
+):
+    """200 steps on Multi30k; stopped on the way, the same call ends with the same parameters."""
+    import dataclasses
+    import itertools
+
+    import sentencepiece
+
+    from flaxformer_min import train
+    from flaxformer_min.data.corpora import read_pairs
+
+    pairs = read_pairs(f"text:{MULTI30K}", "train", "en-de")[:2000]
+    (tmp_path / "text").write_text("\n".join(text for pair in pairs for text in pair))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=1000,
+        minloglevel=2,
+    )
+    spm = sentencepiece.SentencePieceProcessor(str(tmp_path / "spm.model"))
+    opus_like(transformers, tmp_path / "opus", spm)
+    flaxformer_min.import_model(tmp_path / "opus", tmp_path / "imported")
+    config = RunFolder(tmp_path / "imported").config()
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            config.data,
+            corpus=f"text:{MULTI30K}",
+            languages="en-de",
+            source_row_length=64,
+            target_row_length=64,
+            rows_per_batch=8,
+        ),
+        training=dataclasses.replace(
+            config.training,
+            init_from=str(tmp_path / "imported"),
+            steps=200,
+            warmup_steps=50,
+            validate_every=100,
+            validation_sentences=0,
+            save_every=100,
+        ),
+    )
+    whole = train(config, tmp_path / "whole")
+    calls = itertools.count(1)
+    halted = train(config, tmp_path / "halted", stop=lambda: next(calls) > 120)
+    assert halted.stopped and 0 < halted.step < 200
+    resumed = train(config, tmp_path / "halted")
+    assert resumed.step == whole.step == 200
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(RunFolder(tmp_path / name).params(200).params for name in ("whole", "halted")),
+    )
+    imported = Translator.load(tmp_path / "imported")
+    held_out = read_pairs(f"text:{MULTI30K}", "validation", "en-de")[:100]
+
+    def loss(translator):
+        scores = [score for pair in translator.score(held_out) for score in pair.log_probs]
+        return -np.mean(scores)
+
+    before, after = loss(imported), loss(Translator.load(tmp_path / "whole"))
+    print("nats a token, imported and after 200 steps:", before, after)
+    assert after < before - 1
 
 
 @pytest.mark.slow
