@@ -300,7 +300,7 @@ class DecodingConfig:
     max_extra_tokens: int = setting(50, at_least=1, may_change=True)
     """Most tokens by which a translation may be longer than its source."""
 
-    early_stopping: bool = setting(True, may_change=True)
+    early_stopping: bool = setting(False, may_change=True)
     """Stop a sentence when beam_size hypotheses have ended, not when none alive can be better."""
 
     batch_size: int = setting(64, at_least=1, may_change=True)

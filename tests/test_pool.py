@@ -125,7 +125,9 @@ def test_sentences_that_join_move_and_begin_again_are_searched_as_alone(cores, m
     lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
     table, settings = make_table(eos=-3.0), {"beam_size": 3, "n_best": 2}
-    found, runner = find(table, sources, cores=cores, max_extra_tokens=20, **settings)
+    found, runner = find(
+        table, sources, cores=cores, max_extra_tokens=20, early_stopping=True, **settings
+    )
     assert len(moves) >= 2 and 0 < len(outgrown) < len(sources)
     for line, source in sources.items():
         expected = slow_search.beam(

@@ -220,7 +220,10 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        return pool_shape(slots, width, steps, roomy=job.roomy or slots == 1, prefix=job.prefix)
+        # An exact beam search goes on for long after the best translation has ended.
+        exact = job.rules.competing and not job.options.early_stopping
+        roomy = job.roomy or slots == 1 or exact
+        return pool_shape(slots, width, steps, roomy=roomy, prefix=job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.

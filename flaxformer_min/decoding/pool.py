@@ -31,7 +31,7 @@ class Rules:
     n_best: int = 1
     length_penalty: float = 0.6
     min_length: int = 0
-    early_stopping: bool = True
+    early_stopping: bool = False
     sampling: Sampling | None = None
 
     @property
