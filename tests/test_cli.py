@@ -753,9 +753,8 @@ def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
     """Nor for the thread that runs it, as Python would at its end."""
     program = (
         "import sys, time; from flaxformer_min import cli;"
-        "from flaxformer_min.decoding.batching import BatchRunner;"
-        "started = lambda: (print('running', file=sys.stderr, flush=True), time.sleep(600));"
-        "BatchRunner._program = lambda *given: started;"
+        "from flaxformer_min.decoding.scheduling import Lanes;"
+        "Lanes.run = lambda self: (print('running', file=sys.stderr, flush=True), time.sleep(600));"
         "sys.argv[1:] = ['translate', sys.argv[1]]; sys.exit(cli.main())"
     )
     command = [sys.executable, "-c", program, str(paths["run"])]
