@@ -166,6 +166,23 @@ def alternate(contenders: Sequence[Contender], rounds: int) -> None:
         print(f"round {number + 1}: {seconds}", file=sys.stderr, flush=True)
 
 
+def fastest(tried: Sequence[Contender]) -> Contender:
+    """Return the fastest of these in one round, without that run; the others end."""
+    alternate(tried, 1)
+    best, *slower = sorted(tried, key=lambda contender: contender.median("seconds"))
+    for contender in slower:
+        contender.close()
+    best.runs.clear()
+    return best
+
+
+def ratio(peer: Contender, ours: Contender) -> float:
+    """Return how many times as long the peer takes: the median over the rounds."""
+    return statistics.median(
+        slow["seconds"] / fast["seconds"] for fast, slow in zip(ours.runs, peer.runs, strict=True)
+    )
+
+
 def arguments(doc: str, split: str) -> argparse.ArgumentParser:
     """Return a parser of the common options: text of this split, sizes, rounds, device."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])

@@ -19,7 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Contender, Run, alternate, arguments, cores, machine, read_split, report
+from common import (
+    Contender,
+    Run,
+    alternate,
+    arguments,
+    cores,
+    fastest,
+    machine,
+    ratio,
+    read_split,
+    report,
+)
 
 OPUS_VOCABULARY = 58_101
 """Pieces of opus-mt-en-de and its like."""
@@ -126,12 +137,7 @@ def measure(
         for size in (16, 64)
         for n in sorted({1, cores()})
     ]
-    alternate(tried, 1)
-    tried.sort(key=lambda contender: contender.median("seconds"))
-    for slower in tried[1:]:
-        slower.close()
-    peer = tried[0]
-    peer.runs.clear()
+    peer = fastest(tried)
     alternate([mine, peer], args.rounds)
     equal = [
         one == other
@@ -139,20 +145,16 @@ def measure(
     ]
     rows = []
     for contender in (mine, peer):
-        ratios = [
-            slow["seconds"] / fast["seconds"]
-            for fast, slow in zip(mine.runs, contender.runs, strict=True)
-        ]
         rows.append(
             {
                 "who": contender.name,
                 "beam": beam,
                 "seconds": contender.median("seconds"),
                 "lines/s": len(lines) / contender.median("seconds"),
-                "ours : it": statistics.median(ratios),
+                "ours : it": ratio(contender, mine),
                 "start and first run, s": contender.first_seconds,
-                "words a line": float(
-                    np.mean([len(t.split()) for t in contender.runs[-1]["found"]])
+                "words a line": statistics.mean(
+                    len(text.split()) for text in contender.runs[-1]["found"]
                 ),
                 "equal texts": sum(equal),
             }

@@ -6,14 +6,23 @@ of its own. `benchmarks/decoding.py --run RUN` calls it.
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Contender, Run, alternate, cores, machine, peak_memory, report
+from common import (
+    Contender,
+    Run,
+    alternate,
+    cores,
+    fastest,
+    machine,
+    peak_memory,
+    ratio,
+    report,
+)
 
 BLEU_TOLERANCE = {"float32": 0.1, "int8": 0.3}
 """Most that the BLEU of CTranslate2 may differ from ours."""
@@ -67,20 +76,11 @@ def measure(
             for inter, intra in sorted({(cores(), 1), (1, cores())})
             for peer in [(folder, kind, lines, beam, size, inter, intra)]
         ]
-        alternate(tried, 1)
-        tried.sort(key=lambda contender: contender.median("seconds"))
-        contenders.append(tried[0])
-        for slower in tried[1:]:
-            slower.close()
-        contenders[-1].runs.clear()  # a trial of the settings
+        contenders.append(fastest(tried))
     alternate(contenders, args.rounds)
     rows = []
     for contender in contenders:
         last, first = contender.runs[-1], contenders[0]
-        ratios = [
-            of_peer["seconds"] / of_ours["seconds"]
-            for of_ours, of_peer in zip(first.runs, contender.runs, strict=True)
-        ]
         rows.append(
             {
                 "who": contender.name,
@@ -89,7 +89,7 @@ def measure(
                 "fastest": min(run["seconds"] for run in contender.runs),
                 "slowest": max(run["seconds"] for run in contender.runs),
                 "sentences/s": len(lines) / contender.median("seconds"),
-                "ours : it, same round": statistics.median(ratios),
+                "ours : it, same round": ratio(contender, first),
                 "start and first run, s": contender.first_seconds,
                 "peak MB": last["peak"] / 1e6,
                 "BLEU": BLEU().corpus_score(last["found"], [list(references)]).score,
