@@ -200,10 +200,14 @@ class BatchRunner:
 
     def _rows(self, sentences: int, longest: int) -> int:
         """Return the rows that a batch is padded to: one of a few sizes on each device."""
-        full = min(self.batch_size, max(MAX_BATCH_TOKENS // bucket(longest, self.lengths), 1))
+        each = -(-sentences // len(self.devices))
+        return self._size(each, bucket(longest, self.lengths)) * len(self.devices)
+
+    def _size(self, sentences: int, width: int) -> int:
+        """Return the first of a few sizes that holds so many sentences, or the largest allowed."""
+        full = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
         sizes = [*(size for size in BATCHES if size < full), full]
-        each = min(-(-sentences // len(self.devices)), full)
-        return bucket(each, sizes) * len(self.devices)
+        return bucket(min(sentences, full), sizes)
 
     def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:
         width = bucket(max(map(len, sentences)), self.lengths)
@@ -212,11 +216,9 @@ class BatchRunner:
     def shape(self, job: Job, longest: int, waiting: int) -> PoolShape:
         """Return the shape of a pool for so many sentences, at most `longest` tokens long."""
         width = bucket(longest, self.lengths)
-        most = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
-        sizes = [*(size for size in BATCHES if size < most), most]
         # Sentences that cannot be followed by others leave empty lanes: two rounds waste fewer.
         share = -(-waiting // len(self.devices))
-        slots = bucket(min(share if share <= 8 else -(-share // 2), most), sizes)
+        slots = self._size(share if share <= 8 else -(-share // 2), width)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)

@@ -16,28 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.search import Hypotheses, Prefix, Search, State
+from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, State
 from flaxformer_min.model.attention import resize_axis
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """How to search; the defaults are the paper's (section 6.1). `search` describes the fields."""
-
-    beam_size: int = 4
-    n_best: int = 1
-    length_penalty: float = 0.6
-    min_length: int = 0
-    early_stopping: bool = False
-    sampling: Sampling | None = None
-
-    @property
-    def competing(self) -> bool:
-        """Whether hypotheses compete for slots, as neither greedily nor in sampling."""
-        return self.beam_size > 1 and self.sampling is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +94,7 @@ def run(
     shape: PoolShape,
 ) -> tuple[Pool, Report]:
     """Admit sentences, then search until `least_idle` slots have none that is alive."""
-    search = _search(models, params, rules)
+    search = Search(partial(decode_step, models, params), _reorder, rules)
     pool = _admit(pool, newcomers, begin(params, newcomers))
 
     def is_busy(looped: tuple[Pool, Array]) -> Array:
@@ -158,7 +140,7 @@ def begin(
         (prefix != PAD).sum(1, dtype=jnp.int32),
         log_mean_probability(log_probs).sum(1),
     )
-    search = _search(models, params, rules)
+    search = Search(partial(decode_step, models, params), _reorder, rules)
     return search.begin(caches, given, newcomers.max_length, shape.steps, key)
 
 
@@ -212,11 +194,6 @@ def log_mean_probability(log_probs: list) -> Any:
     if len(log_probs) == 1:
         return log_probs[0]
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
-
-
-def _search(models: Sequence[Any], params: Sequence[Any], rules: Rules) -> Search:
-    fields = {field.name: getattr(rules, field.name) for field in dataclasses.fields(Rules)}
-    return Search(partial(decode_step, models, params), _reorder, **fields)
 
 
 def _reorder(caches, parents):

@@ -9,6 +9,7 @@ Finished hypotheses are kept apart from alive ones, so they never take a slot of
 without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -187,38 +188,39 @@ def advance(
     return Progress(index + 1, count, alive, finished), choice.parent
 
 
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How to search; the defaults are the paper's (section 6.1). `search` describes the fields."""
+
+    beam_size: int = 4
+    n_best: int = 1
+    length_penalty: float = 0.6
+    min_length: int = 0
+    early_stopping: bool = False
+    sampling: Sampling | None = None
+
+    @property
+    def competing(self) -> bool:
+        """Whether hypotheses compete for slots, as neither greedily nor in sampling."""
+        return self.beam_size > 1 and self.sampling is None
+
+
 class Search:
-    """The rules of a search, and its two steps: `begin`, and `step` while a sentence `is_alive`.
+    """A search by these rules: `begin`, and `step` while a sentence `is_alive`."""
 
-    `search` is the loop, and describes the arguments.
-    """
-
-    def __init__(
-        self,
-        decode_step: DecodeStep,
-        reorder: Reorder,
-        *,
-        beam_size: int,
-        n_best: int = 1,
-        length_penalty: float = 0.6,
-        min_length: int = 0,
-        early_stopping: bool = False,
-        sampling: Sampling | None = None,
-    ):
-        """Raise ValueError for contradictory settings."""
-        _check_search(beam_size, n_best, length_penalty, min_length)
-        _check_sampling(sampling)
-        self.beam_size, self.n_best, self.sampling = beam_size, n_best, sampling
-        self.decode_step, self.reorder = decode_step, reorder
-        # Greedily, and in sampling, a hypothesis has its slot for itself.
-        self.competing = beam_size > 1 and sampling is None
+    def __init__(self, decode_step: DecodeStep, reorder: Reorder, rules: Rules):
+        """Raise ValueError for contradictory rules."""
+        _check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
+        _check_sampling(rules.sampling)
+        self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
+        stops_early = rules.early_stopping and rules.competing
         self.advance = jax.vmap(
             partial(
                 advance,
-                choose=_choice(beam_size, sampling),
-                alpha=length_penalty,
-                min_length=min_length,
-                enough=beam_size if early_stopping and self.competing else NEVER_ENOUGH,
+                choose=_choice(rules.beam_size, rules.sampling),
+                alpha=rules.length_penalty,
+                min_length=rules.min_length,
+                enough=rules.beam_size if stops_early else NEVER_ENOUGH,
             )
         )
 
@@ -231,13 +233,14 @@ class Search:
         key: Key[Array, " batch"] | None = None,
     ) -> State:
         """Return the state with the initial hypotheses. Arguments as for `search`."""
-        _check_begin(steps, self.sampling, key)
+        rules = self.rules
+        _check_begin(steps, rules.sampling, key)
         limit = jnp.clip(max_length - prefix.length, 1, steps)
         rows = Row(prefix.length, limit, None if key is None else jax.random.key_data(key))
         # Where hypotheses compete, there is one to begin with: others would be its copies.
-        slots = 1 if self.competing else self.beam_size
-        state = State(rows, _begin(prefix, steps, slots, self.n_best), cache)
-        return self.step(state) if self.competing else state
+        slots = 1 if rules.competing else rules.beam_size
+        state = State(rows, _begin(prefix, steps, slots, rules.n_best), cache)
+        return self.step(state) if rules.competing else state
 
     def step(self, state: State) -> State:
         """Choose one more token for each hypothesis."""
@@ -246,9 +249,10 @@ class Search:
         logits = logits[:, : tokens.shape[1]]
         _check_vocabulary(logits.shape[-1])
         progress, parents = self.advance(state.progress, logits, state.rows)
-        return State(
-            state.rows, progress, self.reorder(cache, parents) if self.competing else cache
-        )
+        # Greedily, and in sampling, a hypothesis has its slot for itself.
+        if self.rules.competing:
+            cache = self.reorder(cache, parents)
+        return State(state.rows, progress, cache)
 
 
 def search(
@@ -301,18 +305,10 @@ def search(
     [4 3 0] 0.30
     [5 3 0] 0.40
     """
-    rules = Search(
-        decode_step,
-        reorder,
-        beam_size=beam_size,
-        n_best=n_best,
-        length_penalty=length_penalty,
-        min_length=min_length,
-        early_stopping=early_stopping,
-        sampling=sampling,
-    )
-    state = rules.begin(cache, prefix, max_length, steps, key)
-    state = jax.lax.while_loop(lambda state: state.is_alive().any(), rules.step, state)
+    rules = Rules(beam_size, n_best, length_penalty, min_length, early_stopping, sampling)
+    loop = Search(decode_step, reorder, rules)
+    state = loop.begin(cache, prefix, max_length, steps, key)
+    state = jax.lax.while_loop(lambda state: state.is_alive().any(), loop.step, state)
     return state.progress.finished
 
 

@@ -237,12 +237,7 @@ def make_train_step(
             return _updated(state, gradients, finite, optimizer, rate, training), metrics
 
     return jax.pmap(
-        train_step,
-        axis_name="devices",
-        in_axes=(None, 0),
-        out_axes=None,
-        donate_argnums=0,
-        devices=devices,
+        train_step, "devices", in_axes=(None, 0), out_axes=None, donate_argnums=0, devices=devices
     )
 
 
