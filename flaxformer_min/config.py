@@ -12,6 +12,7 @@ from typing import Literal
 from flaxformer_min.config_fields import check_fields, check_known, setting
 from flaxformer_min.config_fields import differences as differences
 from flaxformer_min.languages import check_languages
+from flaxformer_min.tokens import EOS
 
 FORMAT_VERSION = 1
 """Version of the run folder's format: config.json, the names of parameters and the other files."""
@@ -303,12 +304,21 @@ class DecodingConfig:
     early_stopping: bool = setting(False, may_change=True)
     """Stop a sentence when beam_size hypotheses have ended, not when none alive can be better."""
 
+    suppressed: tuple[int, ...] = setting((), may_change=True)
+    """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS
+    never are."""
+
     batch_size: int = setting(64, at_least=1, may_change=True)
     """Most sentences at once on each device."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "decoding")
+        if any(number <= EOS for number in self.suppressed):
+            raise ValueError(
+                "decoding.suppressed must be ids of regular tokens, because a translation needs "
+                f"its end and never has the other special tokens; got {min(self.suppressed)}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +343,11 @@ class Config:
             raise ValueError(
                 "decoding.beam_size must not exceed model.vocab_size, the number of continuations; "
                 f"got {self.decoding.beam_size} and {self.model.vocab_size}."
+            )
+        if (largest := max(self.decoding.suppressed, default=0)) >= self.model.vocab_size:
+            raise ValueError(
+                "decoding.suppressed must be ids of the target vocabulary, below "
+                f"{self.model.vocab_size}; got {largest}."
             )
         longest = max(self.data.source_row_length, self.data.target_row_length)
         if self.model.max_positions not in (0, longest):

@@ -34,12 +34,12 @@ def check_fields(config: Any, group: str) -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = _plain_number(getattr(config, field.name))
+        value = _plain(getattr(config, field.name))
         object.__setattr__(config, field.name, value)  # frozen, and not yet anybody's
         name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
         if not _has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
-        if value is None or isinstance(value, (str, bool)):
+        if value is None or isinstance(value, (str, bool, tuple)):
             continue
         at_least, at_most, more_than, less_than = (
             field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")
@@ -56,8 +56,10 @@ def check_fields(config: Any, group: str) -> None:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
 
 
-def _plain_number(value: Any) -> Any:
-    """Return a number of numpy as one of Python, which JSON can hold."""
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python, which JSON can hold; a list as a tuple."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
     if isinstance(value, numbers.Integral) and not isinstance(value, (int, bool)):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
@@ -70,6 +72,10 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in get_args(hint)
     if get_origin(hint) in (types.UnionType, Union):
         return any(_has_type(value, choice) for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(
+            _has_type(each, get_args(hint)[0]) for each in value
+        )
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
@@ -80,6 +86,8 @@ def _type_rule(hint: Any) -> str:
         return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
     if get_origin(hint) in (types.UnionType, Union):
         return " or ".join(_type_rule(choice) for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list, each {_type_rule(get_args(hint)[0])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, "none")
 

@@ -31,7 +31,18 @@ def forced(model, ids):
     return sum(model(ids[:position])[token] for position, token in enumerate(ids))
 
 
-def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0, 0.0), enough=1e9):
+def beam(
+    model,
+    *,
+    beam_size,
+    n_best,
+    alpha,
+    max_length,
+    min_length=0,
+    prefix=(0, 0.0),
+    enough=1e9,
+    suppressed=(),
+):
     """Beam search until `max_length` is reached, or `enough` have ended, whatever was found."""
     prefix_length, prefix_log_prob = prefix
     alive, finished, count = [((), prefix_log_prob)], [], 0
@@ -41,7 +52,7 @@ def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0
             for token, more in enumerate(model(tokens)):
                 if token == EOS and (length - 1 >= min_length or length == max_length):
                     ended.append(((*tokens, EOS), log_prob + more))
-                if token >= WORDS and length < max_length:
+                if token >= WORDS and token not in suppressed and length < max_length:
                     continued.append(((*tokens, token), log_prob + more))
         alive = sorted(continued, key=lambda hypothesis: -hypothesis[1])[:beam_size]
         worst = alive[-1][1] if len(alive) == beam_size else NEVER
@@ -53,12 +64,13 @@ def beam(model, *, beam_size, n_best, alpha, max_length, min_length=0, prefix=(0
     return finished
 
 
-def greedy(model, *, max_length, min_length=0):
+def greedy(model, *, max_length, min_length=0, suppressed=()):
     """The likeliest allowed token, until it is EOS: the tokens."""
     tokens = ()
     while EOS not in tokens:
         length = len(tokens) + 1
         log_probs = dict(enumerate(model(tokens)))
         may = range(WORDS if length <= min_length else EOS, len(log_probs))
+        may = [token for token in may if token not in suppressed]
         tokens += (EOS if length == max_length else max(may, key=log_probs.get),)
     return tokens

@@ -41,6 +41,7 @@ def other(field):
     named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
     named["output_bias"] = False  # for only tied logits have it: see `BIASED`
+    named["suppressed"] = (4, 7)
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
         return named[field.name]
@@ -78,7 +79,7 @@ def test_a_config_survives_the_round_trip_through_json(config):
     assert Config.from_json(config.to_json()) == config
     content = json.loads(config.to_json())
     assert content.pop("format_version") == FORMAT_VERSION
-    assert content == dataclasses.asdict(config)
+    assert content == json.loads(json.dumps(dataclasses.asdict(config)))  # tuples are lists there
 
 
 def test_the_other_config_differs_in_every_setting():
@@ -196,6 +197,17 @@ REFUSED = [  # and the table of test_bad_input.py
         "en-de; got 'en-en'.",
     ),
     (
+        DecodingConfig,
+        dict(suppressed=("▁a",)),
+        "decoding.suppressed must be a list, each a whole number; got ('▁a',).",
+    ),
+    (
+        DecodingConfig,
+        dict(suppressed=(9, 3)),
+        "decoding.suppressed must be ids of regular tokens, because a translation needs its end "
+        "and never has the other special tokens; got 3.",
+    ),
+    (
         DataConfig,
         dict(languages="en-"),
         "languages must be two different languages joined by a hyphen, the source first, as in "
@@ -225,6 +237,7 @@ def test_a_wrong_setting_is_refused_with_the_rule_and_what_was_found(group, sett
         (TrainingConfig, dict(clip_norm=None)),
         (TrainingConfig, dict(clip_norm=1)),
         (DataConfig, dict(rows_per_batch=1, languages="zh_Hant-ko")),
+        (DecodingConfig, dict(suppressed=(4, 99))),
         (Config, dict(model=ModelConfig(vocab_size=4))),
     ],
 )
@@ -255,7 +268,7 @@ BROKEN_FILES = [
     (
         '{"format_version": 1, "decoding": {"beam": 4}}',
         "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
-        "max_extra_tokens, early_stopping, batch_size.",
+        "max_extra_tokens, early_stopping, suppressed, batch_size.",
     ),
     (
         '{"format_version": 1, "model": 3}',
@@ -317,7 +330,7 @@ training.steps training.log_every training.validate_every training.save_every tr
 training.cooldown_steps training.average_checkpoints training.validation_sentences
 training.keep_checkpoints training.patience training.max_skipped
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.early_stopping
-decoding.batch_size
+decoding.suppressed decoding.batch_size
 """
 
 

@@ -89,8 +89,8 @@ def test_the_reference_has_no_option_that_is_none():
 
 
 def shown(value):
-    if isinstance(value, bool) or value is None or value == "":
-        return {None: "none", "": "empty", True: "on", False: "off"}[value]
+    if isinstance(value, bool) or value in (None, "", ()):
+        return {None: "none", (): "none", "": "empty", True: "on", False: "off"}[value]
     return f"`{value}`"
 
 

@@ -113,13 +113,32 @@ def test_a_setting_that_is_not_understood_is_named(marian, tmp_path, changes, me
     assert not (tmp_path / "again").exists()
 
 
-def test_tokens_that_may_not_be_produced_are_those_that_never_are(marian, tmp_path):
-    """<pad>, <unk> and the start; a list of words would be another search."""
-    rewrite(marian / "generation_config.json", bad_words_ids=[[0], [50], [60]])
-    with pytest.raises(ValueError, match="bad_words_ids may hold"):
-        flaxformer_min.import_model(marian, tmp_path / "again")
-    rewrite(marian / "generation_config.json", bad_words_ids=[[7, 8]])
-    with pytest.raises(ValueError, match="single tokens only"):
+def test_tokens_that_may_not_be_produced_stay_so(marian, tmp_path):
+    """They go in, count in the search, and go out again."""
+    settings = marian / "generation_config.json"
+    rewrite(settings, bad_words_ids=[[0], [1], [20], [9]], suppress_tokens=[12])
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    assert RunFolder(tmp_path / "again").config().decoding.suppressed == (9, 12, 20)
+    assert Translator.load(tmp_path / "again").options().suppressed == (9, 12, 20)
+    flaxformer_min.export(tmp_path / "again", tmp_path / "out", format="marian")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["bad_words_ids"] == [[0], [1], [2], [9], [12], [20]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"bad_words_ids": [[7, 8]]}, "single tokens only"),
+        ({"bad_words_ids": 7}, "bad_words_ids must be a list; got 7"),
+        ({"suppress_tokens": [3]}, "other than that of the end; got 3"),
+        ({"suppress_tokens": [10**9]}, "must be ids below"),
+        ({"suppress_tokens": ["7"]}, "got '7'"),
+    ],
+)
+def test_a_list_of_suppressed_tokens_without_sense_is_refused(marian, tmp_path, changes, message):
+    """A list of several words would be another search; without an end nothing ends."""
+    rewrite(marian / "generation_config.json", **changes)
+    with pytest.raises(ValueError, match=message):
         flaxformer_min.import_model(marian, tmp_path / "again")
 
 
@@ -513,6 +532,30 @@ def test_greedy_translations_are_those_of_generate(opus, transformers):
         text = theirs.decode(found, skip_special_tokens=True)
         ours = translator.translate([line], beam_size=1, max_extra_tokens=9)[0]
         assert ours.strip() == text
+
+
+def test_a_suppressed_token_is_suppressed_in_both(opus, transformers, tmp_path):
+    """The likeliest one at first: both continue with the same other tokens."""
+    folder, model, run = opus
+    batch = transformers.MarianTokenizer.from_pretrained(folder)([LINES[0]], return_tensors="pt")
+    size = model.config.vocab_size
+    options = {"num_beams": 1, "max_new_tokens": 6, "max_length": None}
+    options["forced_eos_token_id"] = None
+
+    def generated(*more):
+        bad = [[size - 1], [1], *([number] for number in more)]
+        return model.generate(**batch, **options, bad_words_ids=bad)[0].tolist()[1:]
+
+    first = generated()[0]
+    other = generated(first)
+    assert first not in other
+    rewrite(folder / "generation_config.json", bad_words_ids=[[size - 1]], suppress_tokens=[first])
+    flaxformer_min.import_model(folder, tmp_path / "suppressed")
+    translator = Translator.load(tmp_path / "suppressed")
+    order = read_marian(folder).vocabularies[1].order
+    ids = translator.source_tokenizer.encode(LINES[0])
+    ((_, found),) = translator.runner.search({1: ids}, {1: []}, translator.options(beam_size=1))
+    assert order[found.ids[0, 0]].tolist()[:6] == other
 
 
 def test_an_imported_run_can_be_fine_tuned_and_exported(opus, tmp_path):

@@ -166,6 +166,29 @@ def test_a_narrow_beam_is_the_one_in_plain_python(alpha, beam_size, n_best, min_
         assert_same(found, row, expected)
 
 
+@pytest.mark.parametrize("beam_size, n_best", [(1, 1), (3, 2)])
+def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability(beam_size, n_best):
+    """As in plain Python. Without suppression each of the two tokens does come out."""
+    table, seeds, max_length = random_table(spread=3.0), range(8), [12] * 8
+    settings = {"beam_size": beam_size, "n_best": n_best}
+    free = find(table, seeds, max_length, **settings)
+    assert {5, 7} <= set(free.ids.ravel().tolist())
+    found = find(table, seeds, max_length, suppressed=(5, 7), **settings)
+    for row, seed in enumerate(seeds):
+        if beam_size == 1:
+            ids = slow_search.greedy(slow_model(table, seed), max_length=12, suppressed=(5, 7))
+            assert listed(found, row)[0] == [ids]
+            log_prob = slow_search.forced(slow_model(table, seed), ids)
+            np.testing.assert_allclose(found.log_prob[row], log_prob, atol=1e-5)
+            continue
+        expected = slow_search.beam(
+            slow_model(table, seed), max_length=12, alpha=0.6, suppressed=(5, 7), **settings
+        )
+        assert_same(found, row, expected)
+    with pytest.raises(ValueError, match="suppressed must be ids of regular tokens, from 4 on"):
+        find(table, seeds, max_length, suppressed=(EOS,), **settings)
+
+
 @pytest.mark.parametrize("beam_size, n_best, alpha", [(3, 2, 3.0), slow(4, 4, 0.0)])
 def test_early_stopping_ends_a_sentence_once_as_many_as_the_beam_have_ended(
     beam_size, n_best, alpha

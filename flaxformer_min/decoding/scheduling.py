@@ -42,6 +42,7 @@ class Options(Rules):
 
     def __post_init__(self):
         """Raise ValueError for numbers of another type or out of range."""
+        object.__setattr__(self, "suppressed", tuple(self.suppressed))
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)

@@ -153,6 +153,7 @@ def advance(
     alpha: float,
     min_length: int,
     enough: int,
+    suppressed: tuple[int, ...] = (),
 ) -> tuple[Progress, Int[Array, " next"]]:
     """Take one step of any search for one sentence: choose its next token.
 
@@ -175,6 +176,8 @@ def advance(
         key = jax.random.fold_in(jax.random.wrap_key_data(row.key), index)
     # Log-probabilities of the whole vocabulary would be written only to be read once.
     base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    if suppressed:
+        logits = logits.at[:, jnp.array(suppressed)].set(-jnp.inf)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
     ended = Hypotheses(alive.ids.at[:, index].set(EOS), choice.ended, score)
@@ -197,6 +200,7 @@ class Rules:
     length_penalty: float = 0.6
     min_length: int = 0
     early_stopping: bool = False
+    suppressed: tuple[int, ...] = ()
     sampling: Sampling | None = None
 
     @property
@@ -211,6 +215,7 @@ class Search:
     def __init__(self, decode_step: DecodeStep, reorder: Reorder, rules: Rules):
         """Raise ValueError for contradictory rules."""
         _check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
+        _check_suppressed(rules.suppressed)
         _check_sampling(rules.sampling)
         self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
         stops_early = rules.early_stopping and rules.competing
@@ -221,6 +226,7 @@ class Search:
                 alpha=rules.length_penalty,
                 min_length=rules.min_length,
                 enough=rules.beam_size if stops_early else NEVER_ENOUGH,
+                suppressed=rules.suppressed,
             )
         )
 
@@ -268,6 +274,7 @@ def search(
     length_penalty: float = 0.6,
     min_length: int = 0,
     early_stopping: bool = False,
+    suppressed: tuple[int, ...] = (),
     sampling: Sampling | None = None,
     key: Key[Array, " batch"] | None = None,
 ) -> Hypotheses:
@@ -286,10 +293,11 @@ def search(
     min_length:     least tokens of prefix and translation before EOS; max_length takes precedence.
     early_stopping: stop a sentence when `beam_size` of its hypotheses have ended, instead of when
                     no alive one can have a better score.
+    suppressed:     ids of further tokens that are never chosen.
 
-    PAD, UNK and BOS are never chosen. The rest is not renormalised, so a log_prob is what teacher
-    forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a broken model
-    finds nothing. Raises ValueError for contradictory settings.
+    PAD, UNK and BOS are never chosen either. The rest is not renormalised, so a log_prob is what
+    teacher forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a
+    broken model finds nothing. Raises ValueError for contradictory settings.
 
     Greedy decoding takes the likelier "4" (0.6), half of which then ends. A beam of two finds that
     "5" (0.4) is sure to end:
@@ -305,7 +313,9 @@ def search(
     [4 3 0] 0.30
     [5 3 0] 0.40
     """
-    rules = Rules(beam_size, n_best, length_penalty, min_length, early_stopping, sampling)
+    rules = Rules(
+        beam_size, n_best, length_penalty, min_length, early_stopping, suppressed, sampling
+    )
     loop = Search(decode_step, reorder, rules)
     state = loop.begin(cache, prefix, max_length, steps, key)
     state = jax.lax.while_loop(lambda state: state.is_alive().any(), loop.step, state)
@@ -347,6 +357,14 @@ def _check_search(beam_size: int, n_best: int, length_penalty: float, min_length
         )
     if min_length < 0:
         raise ValueError(f"min_length must be at least 0, which is no minimum; got {min_length}.")
+
+
+def _check_suppressed(suppressed: tuple[int, ...]) -> None:
+    if special := [number for number in suppressed if number < FIRST_REGULAR_ID]:
+        raise ValueError(
+            f"suppressed must be ids of regular tokens, from {FIRST_REGULAR_ID} on; got "
+            f"{special[0]}. EOS must be possible, and PAD, UNK and BOS never are."
+        )
 
 
 def _check_sampling(sampling: Sampling | None) -> None:

@@ -124,7 +124,7 @@ def _generation_config(model: RunModel) -> dict[str, Any]:
         "num_beams": decoding.beam_size,
         "length_penalty": nearest_length_penalty(decoding),
         "max_length": LENGTHS[-1],
-        "bad_words_ids": [[PAD], [UNK], [BOS]],
+        "bad_words_ids": [[number] for number in (PAD, UNK, BOS, *decoding.suppressed)],
         "pad_token_id": PAD,
         "eos_token_id": EOS,
         "forced_eos_token_id": EOS,

@@ -223,7 +223,9 @@ def _config(marian: MarianModel) -> Config:
             [len(each.pieces) for each in marian.vocabularies], output_bias=tied and has_bias
         ),
         decoding=DecodingConfig(
-            beam_size=settings.beam_size, length_penalty=settings.length_penalty
+            beam_size=settings.beam_size,
+            length_penalty=settings.length_penalty,
+            suppressed=target.our_ids(settings.suppressed),
         ),
     )
 

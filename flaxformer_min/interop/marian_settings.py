@@ -29,7 +29,6 @@ OPTIONAL = {
     "tie_encoder_decoder": False,
     "add_cross_attention": False,
     "pruned_heads": {},
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
@@ -60,6 +59,7 @@ READ = {
     "length_penalty",
     "num_beams",
     "share_encoder_decoder_embeddings",
+    "suppress_tokens",
     "tie_word_embeddings",
 }
 """Other settings that are heeded."""
@@ -87,6 +87,7 @@ class Settings:
     model:       with the vocabulary sizes of the files; see `with_vocabulary`.
     vocab_sizes: of source and target, as imported.
     languages:   of source and target; empty where they are not named.
+    suppressed:  imported ids that the search may not produce, special tokens among them.
     """
 
     model: ModelConfig
@@ -98,6 +99,7 @@ class Settings:
     pad: int
     eos: int
     start: int
+    suppressed: frozenset[int] = frozenset()
 
     @property
     def named_specials(self) -> dict[str, int]:
@@ -140,7 +142,7 @@ def read_settings(folder: Path) -> Settings:
     if shared and source_size != target_size:
         raise ValueError(f"{path}: shared embeddings need one vocab_size; got two.")
     _check_id_range(config, target_size, path)
-    _check_generation(search, pad, folder)
+    suppressed = _suppressed(search, target_size, folder)
     return Settings(
         model=_model_config(config, shared, (source_size, target_size), path),
         vocab_sizes=(source_size, target_size),
@@ -151,6 +153,7 @@ def read_settings(folder: Path) -> Settings:
         pad=pad,
         eos=config["eos_token_id"],
         start=start,
+        suppressed=suppressed,
     )
 
 
@@ -193,25 +196,25 @@ def _check_tokenizer(tokenizer: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder}: added_tokens.json is not understood.")
 
 
-def _check_generation(search: dict[str, Any], pad: int, folder: Path) -> None:
-    """Whatever the search may not produce must be what ours never produces."""
-    never = {pad, search["decoder_start_token_id"]}
-    for words in search.get("bad_words_ids") or []:
-        if not isinstance(words, list) or len(words) != 1:
-            raise ValueError(f"{folder}: bad_words_ids may hold single tokens only; got {words!r}.")
-    bad = {words[0] for words in search.get("bad_words_ids") or []}
-    # The fourth special token is <unk>, which is never produced either.
-    others = sorted(map(str, bad - never - {search["eos_token_id"]}))
-    if search["eos_token_id"] in bad or len(others) > 1:
-        raise ValueError(
-            f"{folder}: bad_words_ids may hold <pad>, <unk> and the decoder's start only; got "
-            f"{', '.join(others) or search['eos_token_id']}."
-        )
-    if search.get("forced_eos_token_id", search["eos_token_id"]) not in (
-        None,
-        search["eos_token_id"],
-    ):
+def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[int]:
+    """Return the imported ids that the search may not produce."""
+    eos = search["eos_token_id"]
+    if search.get("forced_eos_token_id", eos) not in (None, eos):
         raise ValueError(f"{folder}: forced_eos_token_id must be eos_token_id.")
+    bad, tokens = search.get("bad_words_ids") or [], search.get("suppress_tokens") or []
+    for name, value in (("bad_words_ids", bad), ("suppress_tokens", tokens)):
+        if not isinstance(value, list):
+            raise ValueError(f"{folder}: {name} must be a list; got {value!r}.")
+    words = [*bad, *([number] for number in tokens)]
+    for each in words:
+        if not isinstance(each, list) or len(each) != 1:
+            raise ValueError(f"{folder}: bad_words_ids may hold single tokens only; got {each!r}.")
+        if type(each[0]) is not int or not 0 <= each[0] < size or each[0] == eos:
+            raise ValueError(
+                f"{folder}: bad_words_ids and suppress_tokens must be ids below {size:,} other "
+                f"than that of the end; got {each[0]!r}."
+            )
+    return frozenset(number for (number,) in words)
 
 
 def _check_id_range(config: dict[str, Any], size: int, path: Path) -> None:

@@ -75,6 +75,7 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
         "beam_size": decoding.beam_size,
         "length_penalty": decoding.length_penalty,
         "early_stopping": decoding.early_stopping,
+        "suppressed": decoding.suppressed,
     }
 
     def translate(flat: ParamsTree, source: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
 """The vocabulary of an imported model, reordered so that the special tokens have our ids."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,10 @@ class Vocabulary(NamedTuple):
     def reorder(self, values: np.ndarray, axis: int) -> np.ndarray:
         """Return weights with the rows or columns of the vocabulary in our order."""
         return np.take(values, self.order, axis)
+
+    def our_ids(self, imported: Collection[int]) -> tuple[int, ...]:
+        """Return our ids of these, without those of special tokens."""
+        return tuple(n for n, old in enumerate(self.order.tolist()) if n > EOS and old in imported)
 
     def reorder_bias(self, bias: np.ndarray) -> np.ndarray:
         """Return the bias of the logits, with which an added token is never likely."""
