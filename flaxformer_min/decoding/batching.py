@@ -31,7 +31,6 @@ from flaxformer_min.decoding.pool import (
 )
 from flaxformer_min.decoding.scheduling import (
     BATCHES,
-    FEWEST_NEWCOMERS,
     LENGTHS,
     LONGEST_PREFIX,
     MAX_BATCH_TOKENS,
@@ -273,8 +272,7 @@ def pool_shape(
     Attention reads the whole capacity, and few translations need much more than their source.
     """
     capacity = steps if roomy else min(width + width // 8 + 4, steps)
-    newcomers = max(min(slots, FEWEST_NEWCOMERS), slots // 4)
-    return PoolShape(slots, newcomers, width, capacity, steps, prefix)
+    return PoolShape(slots, width, capacity, steps, prefix)
 
 
 @contextlib.contextmanager

@@ -26,16 +26,14 @@ from flaxformer_min.tokens import PAD, one_sentence_per_row
 class PoolShape:
     """The sizes that a pool is compiled for, on each device.
 
-    slots:     sentences at once.
-    newcomers: most sentences that are admitted together.
-    width:     tokens that sources are padded to.
-    capacity:  new tokens that the cache has room for.
-    steps:     most new tokens of any sentence.
-    prefix:    tokens that forced prefixes are padded to.
+    slots:    sentences at once, and most newcomers of a call.
+    width:    tokens that sources are padded to.
+    capacity: new tokens that the cache has room for.
+    steps:    most new tokens of any sentence.
+    prefix:   tokens that forced prefixes are padded to.
     """
 
     slots: int
-    newcomers: int
     width: int
     capacity: int
     steps: int
@@ -43,17 +41,18 @@ class PoolShape:
 
 
 class Newcomers(NamedTuple):
-    """Sentences to be admitted; a slot behind the last one is that of padding.
+    """Sentences that are begun together and join the pool one by one.
 
-    seed: data of the random key of the whole search; each line has a key of its own.
+    count: how many there are; the rows behind are padding.
+    seed:  data of the random key of the whole search; each line has a key of its own.
     """
 
-    slots: Int[Array, " new"]
-    source: Int[Array, "new width"]
-    max_length: Int[Array, " new"]
-    line: Int[Array, " new"]
-    seed: UInt32[Array, "new words"] | None
-    prefix: Int[Array, "new prefix"] | None
+    count: Int[Array, ""]
+    source: Int[Array, "slots width"]
+    max_length: Int[Array, " slots"]
+    line: Int[Array, " slots"]
+    seed: UInt32[Array, "slots words"] | None
+    prefix: Int[Array, "slots prefix"] | None
 
 
 class Pool(NamedTuple):
@@ -72,14 +71,34 @@ Begin = Callable[[Sequence[Any], Newcomers], State]
 """`begin` for the models, rules and shape of a pool."""
 
 
+class Outcome(NamedTuple):
+    """How the search for each sentence ended; `finished` counts for those `done`, not outgrown."""
+
+    done: Bool[Array, " sentences"]
+    outgrown: Bool[Array, " sentences"]
+    lanes: Int[Array, " sentences"]
+    finished: Hypotheses
+
+
 class Report(NamedTuple):
-    """What `run` did; `finished` counts for the sentences that are done and not outgrown."""
+    """What `run` did.
+
+    Its sentences are those that were in the slots before, and behind them the newcomers.
+
+    holds: the sentence that is in each slot now.
+    """
 
     steps: Int[Array, ""]
-    done: Bool[Array, " slots"]
-    outgrown: Bool[Array, " slots"]
-    lanes: Int[Array, " slots"]
-    finished: Hypotheses
+    holds: Int[Array, " slots"]
+    outcome: Outcome
+
+
+class _Progress(NamedTuple):
+    """A call of `run` on its way: `joined` newcomers are, or were, in the pool."""
+
+    pool: Pool
+    report: Report
+    joined: Int[Array, ""]
 
 
 def run(
@@ -93,24 +112,44 @@ def run(
     rules: Rules,
     shape: PoolShape,
 ) -> tuple[Pool, Report]:
-    """Admit sentences, then search until `least_idle` slots have none that is alive."""
+    """Search until all newcomers have joined and `least_idle` slots have no sentence alive.
+
+    A newcomer joins as soon as a slot is idle.
+    """
     search = Search(partial(decode_step, models, params), _reorder, rules)
-    pool = _admit(pool, newcomers, begin(params, newcomers))
+    begun = begin(params, newcomers)
+    # Where hypotheses compete, a first step of one hypothesis is taken already.
+    begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
 
-    def is_busy(looped: tuple[Pool, Array]) -> Array:
-        alive = looped[0].state.is_alive().sum(dtype=jnp.int32)
-        return alive > shape.slots - least_idle
+    def join(now: _Progress) -> _Progress:
+        slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
+        report = _record(now, slot[None])
+        holds = report.holds.at[slot].set(shape.slots + now.joined)
+        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, now.joined, 1), begun)
+        pool = jax.tree.map(
+            lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, slot, 0),
+            now.pool,
+            _with_room(row, shape),
+        )
+        return _Progress(pool, report._replace(holds=holds), now.joined + 1)
 
-    def step(looped: tuple[Pool, Array]) -> tuple[Pool, Array]:
-        pool, steps = looped
+    def step(now: _Progress) -> _Progress:
+        idle = shape.slots - _count_alive(now.pool)
+        joining = jnp.minimum(idle, newcomers.count - now.joined)
+        now = jax.lax.fori_loop(0, joining, lambda _, now: join(now), now)
+        pool, report, joined = now
         alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
         pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
-        return _stop_outgrown(pool, shape), steps + 1
+        report = report._replace(steps=report.steps + 1)
+        return _Progress(_stop_outgrown(pool, shape), report, joined)
 
-    pool, steps = jax.lax.while_loop(is_busy, step, (pool, jnp.int32(0)))
-    finished = jax.tree.map(jnp.copy, pool.state.progress.finished)
-    report = Report(steps, ~pool.state.is_alive(), pool.outgrown | False, pool.lanes + 0, finished)
-    return pool, report
+    def is_busy(now: _Progress) -> Array:
+        waiting = now.joined < newcomers.count
+        return waiting | (_count_alive(now.pool) > shape.slots - least_idle)
+
+    nobody = _Progress(pool, _empty_report(pool), jnp.int32(0))
+    now = jax.lax.while_loop(is_busy, step, nobody)
+    return now.pool, _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
 
 
 def begin(
@@ -121,7 +160,10 @@ def begin(
     rules: Rules,
     shape: PoolShape,
 ) -> State:
-    """Return the state of newcomers: sources encoded, prefixes read, the search begun."""
+    """Return the state of newcomers: sources encoded, prefixes read, the search begun.
+
+    Their caches have room for one token (see `_with_room`).
+    """
     tokens, prefix = one_sentence_per_row(newcomers.source), newcomers.prefix
     if prefix is None:  # jax 0.11 cannot compile an argument without elements
         prefix = jnp.zeros((newcomers.source.shape[0], 0), jnp.int32)
@@ -129,7 +171,7 @@ def begin(
     for model, weights in zip(models, params, strict=True):
         apply = partial(model.apply, {"params": weights})
         cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
-        cache, of_prefix = apply(cross, rules.beam_size, shape.capacity, prefix, method="prefill")
+        cache, of_prefix = apply(cross, rules.beam_size, 1, prefix, method="prefill")
         caches.append((cross, cache))
         log_probs.append(of_prefix)
     key = None
@@ -146,11 +188,15 @@ def begin(
 
 def empty(begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape) -> Pool:
     """Return a pool without sentences, as numpy arrays; shapes are those of `newcomers`."""
-    shapes = jax.eval_shape(begin, params, newcomers)
-    state = jax.tree.map(lambda leaf: np.zeros((shape.slots, *leaf.shape[1:]), leaf.dtype), shapes)
-    state.progress.alive.log_prob[:] = -np.inf
     none = np.zeros(shape.slots, np.int32)
-    return Pool(state, none.astype(bool), none)
+
+    def make(params: Sequence[Any], newcomers: Newcomers) -> Pool:
+        return _with_room(Pool(begin(params, newcomers), none.astype(bool), none), shape)
+
+    shapes = jax.eval_shape(make, params, newcomers)
+    pool = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    pool.state.progress.alive.log_prob[:] = -np.inf
+    return pool
 
 
 def move(pool: Pool, shape: PoolShape) -> Pool:
@@ -200,14 +246,39 @@ def _reorder(caches, parents):
     return [(cross, cache.reorder(parents)) for cross, cache in caches]
 
 
-def _admit(pool: Pool, newcomers: Newcomers, begun: State) -> Pool:
-    """Store the newcomers' rows in their slots."""
-    new = begun.progress.length.shape[0]
-    # Where hypotheses compete, a first step of one hypothesis is taken already.
-    begun = Pool(begun, jnp.zeros(new, bool), begun.progress.length)
-    return jax.tree.map(
-        lambda old, rows: old.at[newcomers.slots].set(rows, mode="drop"), pool, begun
+def _with_room(begun: Pool, shape: PoolShape) -> Pool:
+    """Return sentences that were just begun with caches of the pool's capacity."""
+    caches = [
+        (cross, cache.resize(shape.prefix + shape.capacity)) for cross, cache in begun.state.cache
+    ]
+    return begun._replace(state=begun.state._replace(cache=caches))
+
+
+def _count_alive(pool: Pool) -> Int[Array, ""]:
+    return pool.state.is_alive().sum(dtype=jnp.int32)
+
+
+def _empty_report(pool: Pool) -> Report:
+    slots = pool.outgrown.size
+    outcome = _outcome(pool)
+    nothing = jax.tree.map(lambda x: jnp.zeros((2 * slots, *x.shape[1:]), x.dtype), outcome)
+    return Report(jnp.int32(0), jnp.arange(slots, dtype=jnp.int32), nothing)
+
+
+def _outcome(pool: Pool) -> Outcome:
+    finished = pool.state.progress.finished
+    return Outcome(~pool.state.is_alive(), pool.outgrown, pool.lanes, finished)
+
+
+def _record(now: _Progress, slots: Int[Array, " some"]) -> Report:
+    """Return the report with the outcome, so far, of the sentences in these slots."""
+    report = now.report
+    outcome = jax.tree.map(
+        lambda all, new: all.at[report.holds[slots]].set(new[slots]),
+        report.outcome,
+        _outcome(now.pool),
     )
+    return report._replace(outcome=outcome)
 
 
 def _stop_outgrown(pool: Pool, shape: PoolShape) -> Pool:

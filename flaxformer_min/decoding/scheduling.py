@@ -26,8 +26,8 @@ LONGEST_PREFIX = 2 * LENGTHS[-1]
 BATCHES = (1, 8, 16, 32, 64)
 """Sentences that a pool has, on each device; the configured batch size is the last."""
 
-FEWEST_NEWCOMERS = 4
-"""Sentences that are admitted together; a quarter of a larger pool."""
+IDLE_SHARE = 8
+"""A pool returns for more newcomers once one of so many slots is idle."""
 
 MAX_BATCH_TOKENS = 64 * 128
 """Most source tokens of a batch on one device: long sentences come in smaller batches."""
@@ -70,7 +70,7 @@ class Usage:
         self.steps += int(steps.sum())
         self.computed += int(steps.sum()) * shape.slots * rules.beam_size
         if rules.competing:
-            self.computed += len(steps) * shape.newcomers
+            self.computed += len(steps) * shape.slots
 
     @property
     def share(self) -> float:
@@ -108,30 +108,24 @@ class Job:
         limit = self.length(line) + self.options.max_extra_tokens
         return min(limit, self.runner.max_positions or limit)
 
-    def newcomers(self, placed: list[list[tuple[int, int]]], shape: PoolShape) -> Newcomers:
-        """Return the arrays of these (slot, line) of each device."""
-        of_devices = [self._newcomers(of_device, shape) for of_device in placed]
-        return jax.tree.map(lambda *arrays: np.stack(arrays), *of_devices)
+    def newcomers(self, of_devices: list[list[int]], shape: PoolShape) -> Newcomers:
+        """Return the arrays of the lines that join the pool of each device."""
+        each = [self._newcomers(lines, shape) for lines in of_devices]
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *each)
 
-    def _newcomers(self, placed: list[tuple[int, int]], shape: PoolShape) -> Newcomers:
-        lines = [line for _, line in placed]
-        numbers = np.array(
-            [(slot, self.limit(line), line) for slot, line in placed]
-            + [(shape.slots, 1, 0)] * (shape.newcomers - len(placed)),
-            np.int32,
-        )
-        slots, limits, numbers = np.ascontiguousarray(numbers.T)
+    def _newcomers(self, lines: list[int], shape: PoolShape) -> Newcomers:
+        rows = shape.slots
+        numbers = [(self.limit(line), line) for line in lines] + [(1, 0)] * (rows - len(lines))
+        limits, numbers = np.ascontiguousarray(np.array(numbers, np.int32).T)
         seed = prefix = None
         if self.options.sampling is not None:
             # An argument of the program: as a constant, each seed would need its own compilation.
             key = np.asarray(jax.random.key_data(jax.random.key(self.options.seed)))
-            seed = np.broadcast_to(key, (shape.newcomers, *key.shape))
+            seed = np.broadcast_to(key, (rows, *key.shape))
         if shape.prefix:
-            forced = [self.prefixes[line] for line in lines]
-            prefix = padded(forced, shape.newcomers, shape.prefix)
-        sources = [self.sources[line] for line in lines]
-        source = padded(sources, shape.newcomers, shape.width)
-        return Newcomers(slots, source, limits, numbers, seed, prefix)
+            prefix = padded([self.prefixes[line] for line in lines], rows, shape.prefix)
+        source = padded([self.sources[line] for line in lines], rows, shape.width)
+        return Newcomers(np.int32(len(lines)), source, limits, numbers, seed, prefix)
 
 
 class Lanes:
@@ -144,24 +138,23 @@ class Lanes:
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
-        """Choose who is admitted next; return whether there is anything to do."""
+        """Choose who joins next; return whether there is anything to do."""
         self._fit_shape()
-        placed: list[list[tuple[int, int]]] = [[] for _ in self.lines]
-        for of_device, free in zip(placed, self.lines, strict=True):
-            for slot, line in enumerate(free):
-                if line is None and len(of_device) < self.shape.newcomers and self._may_admit():
-                    free[slot] = self.waiting.popleft()
-                    of_device.append((slot, free[slot]))
-        if not any(line is not None for free in self.lines for line in free):
+        if self.shape is None:
             return False
-        self._prepare(placed)
+        self.joining: list[list[int]] = [[] for _ in self.lines]
+        while self._may_admit() and len(self.joining[-1]) < self.shape.slots:
+            for of_device in self.joining:
+                if self._may_admit():
+                    of_device.append(self.waiting.popleft())
+        self._prepare()
         return True
 
-    def _prepare(self, placed: list[list[tuple[int, int]]]) -> None:
+    def _prepare(self) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
         runner, shape, rules = self.job.runner, self.shape, self.job.rules
-        self.newcomers = self.job.newcomers(placed, shape)
-        least = shape.newcomers if self._may_admit() else shape.slots
+        self.newcomers = self.job.newcomers(self.joining, shape)
+        least = -(-shape.slots // IDLE_SHARE) if self._may_admit() else shape.slots
         self.least_idle = np.full(len(runner.devices), least, np.int32)
         begin = runner.begin(rules, shape)
         program = partial(run, runner.models, begin=begin, rules=rules, shape=shape)
@@ -219,7 +212,7 @@ class Lanes:
         return runner.shape(self.job, longest, joining)
 
     def run(self) -> Report:
-        """Admit and search until some sentences are done, or all if none waits."""
+        """Search until the newcomers have joined and some sentences are done; all if none waits."""
         arguments = self.job.runner.params, self.pool, self.newcomers, self.least_idle
         self.pool, report = self.program(*arguments)
         return jax.device_get(report)
@@ -229,19 +222,22 @@ class Lanes:
         rows, batch = [], []
         usage = self.job.runner.usage
         usage.add_steps(report.steps, self.shape, self.job.rules)
-        for device, free in enumerate(self.lines):
-            for slot, line in enumerate(free):
-                if line is None or not report.done[device, slot]:
+        for device, (old, new) in enumerate(zip(self.lines, self.joining, strict=True)):
+            lines = dict(enumerate(old)) | dict(enumerate(new, start=self.shape.slots))
+            outcome = jax.tree.map(lambda array, device=device: array[device], report.outcome)
+            for row, line in lines.items():
+                if line is None or not outcome.done[row]:
                     continue
-                free[slot] = None
-                if report.outgrown[device, slot]:
+                lines[row] = None
+                if outcome.outgrown[row]:
                     outgrown.append(line)
                 else:
-                    usage.needed += int(report.lanes[device, slot])
-                    rows.append((device, slot))
+                    usage.needed += int(outcome.lanes[row])
+                    rows.append((device, row))
                     batch.append(line)
+            self.lines[device] = [lines[row] for row in report.holds[device].tolist()]
         index = tuple(np.array(rows, int).reshape(-1, 2).T)
-        return batch, jax.tree.map(lambda array: array[index], report.finished)
+        return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
 
 
 def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:
