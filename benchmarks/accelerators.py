@@ -292,15 +292,16 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
         early_stopping=decoding.early_stopping,
     )
     shape = pool_shape(args.sentences, args.source, args.source + decoding.max_extra_tokens)
-    new = jax.ShapeDtypeStruct((shape.newcomers,), np.int32)
-    source = jax.ShapeDtypeStruct((shape.newcomers, shape.width), np.int32)
-    newcomers = Newcomers(new, source, new, new, None, None)
+    integer = jax.ShapeDtypeStruct((), np.int32)
+    new = jax.ShapeDtypeStruct((shape.slots,), np.int32)
+    source = jax.ShapeDtypeStruct((shape.slots, shape.width), np.int32)
+    newcomers = Newcomers(integer, source, new, new, None, None)
     with compiling_for(devices):
         begin_here = partial(begin, [model], rules=rules, shape=shape)
         pool = empty(begin_here, [state.params], newcomers, shape)
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
-            (pool, newcomers, jax.ShapeDtypeStruct((), np.int32)),
+            (pool, newcomers, integer),
         )
         mapped = jax.pmap(
             partial(run, [model], begin=begin_here, rules=rules, shape=shape),

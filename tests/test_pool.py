@@ -107,28 +107,28 @@ def find(table, sources, batch_size=8, cores=1, **options):
 
 @pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sentences_that_join_move_and_begin_again_are_searched_as_alone(cores, monkeypatch):
-    """Plain Python for each; the pool gets narrower twice, and some translations outgrow it."""
-    moves, outgrown, collect = [], [], scheduling.Lanes.collect
+    """Plain Python for each; the pool gets wider twice, and some translations outgrow it."""
+    moves, again, collect = [], set(), scheduling.Lanes.collect
     move = scheduling.move
 
-    def moving(pool, shape):
+    def moving(pool, order, shape):
         moves.append(shape)
-        return move(pool, shape)
+        return move(pool, order, shape)
 
-    def collecting(self, report, sentences):
-        found = collect(self, report, sentences)
-        outgrown.extend(sentences[len(outgrown) :])
+    def collecting(self, report):
+        found = collect(self, report)
+        again.update(self.outgrown)
         return found
 
     monkeypatch.setattr(scheduling, "move", moving)
     monkeypatch.setattr(scheduling.Lanes, "collect", collecting)
     lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
-    table, settings = make_table(eos=-3.0), {"beam_size": 3, "n_best": 2}
+    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
     found, runner = find(
         table, sources, cores=cores, max_extra_tokens=20, early_stopping=True, **settings
     )
-    assert len(moves) >= 2 and 0 < len(outgrown) < len(sources)
+    assert len(moves) >= 2 and 0 < len(again) < len(sources)
     for line, source in sources.items():
         expected = slow_search.beam(
             slow_model(table, source),
@@ -152,7 +152,7 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
     assert usage.steps == max(limits) - 1
-    assert usage.computed == 2 * 4 + usage.steps * 8 * 4  # twice four are admitted
+    assert usage.computed == 8 + usage.steps * 8 * 4
 
 
 def test_a_pool_stays_full():
@@ -161,7 +161,6 @@ def test_a_pool_stays_full():
     _, runner = find(
         make_table(eos=-30.0), make_sources(lengths), batch_size=64, max_extra_tokens=3
     )
-    print(runner.usage)
     assert runner.usage.share > 0.8
 
 

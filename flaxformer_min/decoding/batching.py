@@ -7,8 +7,6 @@ has one of its own.
 """
 
 import contextlib
-import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -105,7 +103,7 @@ class BatchRunner:
         options: Options,
         stop: StopCheck = None,
     ) -> Iterator[tuple[list[int], Hypotheses]]:
-        """Search for translations, longest sources first.
+        """Search for translations, shortest sources first.
 
         `sources` and `prefixes` are token ids by line number, which seeds the samples of a line.
         Yields line numbers and their hypotheses as they are done. Raises Stopped once `stop()`.
@@ -113,18 +111,9 @@ class BatchRunner:
         longest = max(map(len, prefixes.values()), default=0)
         prefix = bucket(longest, (0, *self.lengths, LONGEST_PREFIX))
         job = Job(self, sources, prefixes, options, prefix)
-        outgrown: list[int] = []
-        yield from self._search_in_pools(job, sources, stop, outgrown)
-        # Few translations are much longer than their source. They begin again, with more room.
-        yield from self._search_in_pools(dataclasses.replace(job, roomy=True), outgrown, stop, [])
-
-    def _search_in_pools(
-        self, job: Job, lines: Iterable[int], stop: StopCheck, outgrown: list[int]
-    ) -> Iterator[tuple[list[int], Hypotheses]]:
-        """Search for these lines in a pool for each core; add those that have no room to a list."""
-        lines = sorted(lines, key=lambda line: (-job.length(line), line))
+        lines = sorted(sources, key=lambda line: (job.length(line), line))
         # Dealt out beforehand: shapes must not depend on which core is faster.
-        pools = [Lanes(job, deque(lines[core :: self.cores])) for core in range(self.cores)]
+        pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)
         try:
             running = {executor.submit(pool.run): pool for pool in pools if pool.admit()}
@@ -135,7 +124,7 @@ class BatchRunner:
                 results = []
                 for future in finished:
                     pool = running.pop(future)
-                    results.append(pool.collect(future.result(), outgrown))
+                    results.append(pool.collect(future.result()))
                     if pool.admit():
                         running[executor.submit(pool.run)] = pool
                 for batch, hypotheses in results:
@@ -212,19 +201,17 @@ class BatchRunner:
         width = bucket(max(map(len, sentences)), self.lengths)
         return padded(sentences, rows, width)
 
-    def shape(self, job: Job, longest: int, waiting: int) -> PoolShape:
-        """Return the shape of a pool for so many sentences, at most `longest` tokens long."""
-        width = bucket(longest, self.lengths)
+    def shape(self, job: Job, width: int, sentences: int, at_least: int = 0) -> PoolShape:
+        """Return the shape of a pool for so many sentences, `at_least` as many on each device."""
         # Sentences that cannot be followed by others leave empty lanes: two rounds waste fewer.
-        share = -(-waiting // len(self.devices))
-        slots = self._size(share if share <= 8 else -(-share // 2), width)
+        share = -(-sentences // len(self.devices))
+        slots = self._size(max(share if share <= 8 else -(-share // 2), at_least), width)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
         # An exact beam search goes on for long after the best translation has ended.
         exact = job.rules.competing and not job.options.early_stopping
-        roomy = job.roomy or slots == 1 or exact
-        return pool_shape(slots, width, steps, roomy=roomy, prefix=job.prefix)
+        return pool_shape(slots, width, steps, roomy=slots == 1 or exact, prefix=job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.

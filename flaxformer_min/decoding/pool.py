@@ -199,8 +199,13 @@ def empty(begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: Pool
     return pool
 
 
-def move(pool: Pool, shape: PoolShape) -> Pool:
-    """Return the pool in another shape, in which all its sentences have room."""
+def move(pool: Pool, order: Int[Array, " slots"], shape: PoolShape) -> Pool:
+    """Return the pool in another shape, in which all sentences that are alive have room.
+
+    `order` has the former slot of each sentence, and their number for a slot without one.
+    """
+    nobody = order >= pool.outgrown.size
+    pool = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0, mode="clip"), pool)
     caches = [
         (
             cross.resize(shape.width) if hasattr(cross, "resize") else cross,
@@ -215,12 +220,7 @@ def move(pool: Pool, shape: PoolShape) -> Pool:
     )
     progress = progress._replace(alive=alive, finished=finished)
     pool = pool._replace(state=State(pool.state.rows, progress, caches))
-    before = pool.outgrown.size
-    pool = jax.tree.map(lambda leaf: resize_axis(leaf, shape.slots, axis=0), pool)
-    is_new = jnp.arange(shape.slots, dtype=jnp.int32) >= before
-    return _with_log_prob(
-        pool, jnp.where(is_new[:, None], -jnp.inf, pool.state.progress.alive.log_prob)
-    )
+    return _with_log_prob(pool, jnp.where(nobody[:, None], -jnp.inf, progress.alive.log_prob))
 
 
 def decode_step(models, params, tokens, caches):

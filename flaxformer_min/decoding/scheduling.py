@@ -1,12 +1,11 @@
-"""Scheduling of a search: which sentences are in a pool, in which shape, and when others join.
+"""Scheduling of a search: which sentences are in a pool, in which shape, and who joins next.
 
 Nothing here is compiled; `pool` has the programs, `batching` the devices that run them.
 """
 
+import bisect
 import dataclasses
-import itertools
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,6 @@ LONGEST_PREFIX = 2 * LENGTHS[-1]
 
 BATCHES = (1, 8, 16, 32, 64)
 """Sentences that a pool has, on each device; the configured batch size is the last."""
-
-IDLE_SHARE = 8
-"""A pool returns for more newcomers once one of so many slots is idle."""
 
 MAX_BATCH_TOKENS = 64 * 128
 """Most source tokens of a batch on one device: long sentences come in smaller batches."""
@@ -83,7 +79,6 @@ class Job:
     """What a call of `BatchRunner.search` is asked for.
 
     prefix: tokens that prefixes are padded to.
-    roomy:  whether caches have room for the longest translations.
     """
 
     runner: Any
@@ -91,7 +86,6 @@ class Job:
     prefixes: dict[int, list[int]]
     options: Options
     prefix: int
-    roomy: bool = False
 
     @property
     def rules(self) -> Rules:
@@ -129,87 +123,114 @@ class Job:
 
 
 class Lanes:
-    """The sentences that one core, or all accelerators, search together."""
+    """The sentences that one core, or all accelerators, search together.
 
-    def __init__(self, job: Job, waiting: deque[int]):
-        """Take lines from `waiting`, longest sources first."""
-        self.job, self.waiting = job, waiting
+    Short ones come first. A translation that outgrows its cache begins again with the longer ones,
+    whose caches have room for it, so it need not go on alone after all others.
+    """
+
+    def __init__(self, job: Job, lines: Iterable[int]):
+        """Take these lines."""
+        self.job = job
+        self.outgrown: set[int] = set()
+        self.waiting = sorted(lines, key=self._order)
         self.shape: PoolShape | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
         """Choose who joins next; return whether there is anything to do."""
-        self._fit_shape()
-        if self.shape is None:
+        alive = [line for slots in self.lines for line in slots if line is not None]
+        if not alive and not self.waiting:
             return False
+        if self.waiting and not self._next_fits(self.shape):
+            self._change_shape(alive)
         self.joining: list[list[int]] = [[] for _ in self.lines]
-        while self._may_admit() and len(self.joining[-1]) < self.shape.slots:
+        while self._next_fits(self.shape) and len(self.joining[-1]) < self.shape.slots:
             for of_device in self.joining:
-                if self._may_admit():
-                    of_device.append(self.waiting.popleft())
+                if self._next_fits(self.shape):
+                    of_device.append(self.waiting.pop())
         self._prepare()
         return True
+
+    def _order(self, line: int) -> tuple[int, int]:
+        """Return what waiting lines are sorted by: the last one is the next."""
+        room = self.job.limit(line) if line in self.outgrown else self.job.length(line)
+        return -room, -line
+
+    def _next_fits(self, shape: PoolShape | None) -> bool:
+        """Return whether the next line may join a pool: that it has room, and is not wasted."""
+        if shape is None or not self.waiting:
+            return False
+        line = self.waiting[-1]
+        has_room = line not in self.outgrown or self.job.limit(line) <= shape.capacity
+        return has_room and self._width(line) <= shape.width <= 4 * self._width(line)
+
+    def _width(self, line: int) -> int:
+        return bucket(self.job.length(line), self.job.runner.lengths)
 
     def _prepare(self) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
         runner, shape, rules = self.job.runner, self.shape, self.job.rules
         self.newcomers = self.job.newcomers(self.joining, shape)
-        least = -(-shape.slots // IDLE_SHARE) if self._may_admit() else shape.slots
-        self.least_idle = np.full(len(runner.devices), least, np.int32)
+        self.least_idle = np.full(len(runner.devices), self._least_idle(), np.int32)
         begin = runner.begin(rules, shape)
         program = partial(run, runner.models, begin=begin, rules=rules, shape=shape)
         arrays = self.pool, self.newcomers, self.least_idle
         self.program = runner.compiled(("run", rules, shape), program, *arrays, donate=(1,))
 
-    def _may_admit(self) -> bool:
-        """Return whether the next line may join those that are alive."""
-        return bool(self.waiting) and self._fits(self.waiting[0], self.shape.width)
+    def _least_idle(self) -> int:
+        """Return how many slots must be idle before more newcomers come, or another shape."""
+        slots = self.shape.slots
+        if not self.waiting or not any(self.joining):
+            return slots
+        few_wait = len(self.waiting) < slots * len(self.lines)
+        if few_wait and not self._next_fits(self.shape):
+            return slots - slots // 4  # for a larger shape takes longer for each that is alive
+        return -(-slots // 8)
 
-    def _fits(self, line: int, width: int) -> bool:
-        """Return whether a line is not so short that a pool of this width would be wasted on it."""
-        return 4 * bucket(self.job.length(line), self.job.runner.lengths) >= width
-
-    def _fit_shape(self) -> None:
-        """Make, or change, the pool according to what is alive and what waits."""
-        lengths = [
-            self.job.length(line) for free in self.lines for line in free if line is not None
-        ]
+    def _change_shape(self, alive: list[int]) -> None:
+        """Make a pool for the next line, or move those that are alive to one, if it suits them."""
         runner = self.job.runner
-        if not lengths:
-            self.shape, self.pool, self.lines = None, None, []
-            if self.waiting:
-                self._make()
-            return
-        longest = max(*lengths, self._next_length())
-        is_narrower = bucket(longest, runner.lengths) < self.shape.width
-        if len(self.waiting) < self.shape.slots or not is_narrower:
-            return
-        shape = self._shape_of_waiting(longest)
-        if shape.slots >= self.shape.slots:
-            key = ("move", self.job.rules, self.shape, shape)
-            moved = runner.compiled(key, lambda params, pool: move(pool, shape), self.pool)
-            self.pool, self.shape = moved(runner.params, self.pool), shape
-            for free in self.lines:
-                free += [None] * (shape.slots - len(free))
+        shape = self._shape_for([*alive, self.waiting[-1]])
+        if not alive:
+            self.shape = shape
+            self.lines = [[None] * shape.slots for _ in runner.devices]
+            nobody = self.job.newcomers([[]], shape)
+            self.pool = runner.empty_pool(self.job.rules, shape, nobody)
+        elif self._next_fits(shape) and all(shape.width <= 4 * self._width(line) for line in alive):
+            self._move(shape)
 
-    def _make(self) -> None:
-        runner = self.job.runner
-        self.shape = self._shape_of_waiting(self._next_length())
-        self.lines = [[None] * self.shape.slots for _ in runner.devices]
-        nobody = self.job.newcomers([[]], self.shape)
-        self.pool = runner.empty_pool(self.job.rules, self.shape, nobody)
+    def _shape_for(self, lines: list[int]) -> PoolShape:
+        """Return the shape of a pool for these lines, and for those that come after them."""
+        runner, job, devices = self.job.runner, self.job, len(self.job.runner.devices)
+        width = max(map(self._width, lines))
+        # A pool of its own would be compiled for little if only few lines had this width.
+        few = self.waiting[-(runner.batch_size * devices // 4) :]
+        widths = [self._width(line) for line in few if line not in self.outgrown]
+        width = max([width, *(each for each in widths if each <= 4 * width)])
+        fitting = sum(self._width(line) <= width for line in self.waiting) + len(lines) - 1
+        fullest = max((sum(line is not None for line in each) for each in self.lines), default=0)
+        least = max(fullest, runner.batch_size // 4) if fullest else 0
+        shape = runner.shape(job, width, fitting, least)
+        is_last = len(self.waiting) + len(lines) - 1 <= 2 * shape.slots * devices
+        before = self.shape.capacity if fullest else 0
+        limits = [job.limit(line) for line in lines if line in self.outgrown]
+        if is_last or max([before, *limits]) > shape.capacity:
+            return dataclasses.replace(shape, capacity=shape.steps)
+        return shape
 
-    def _next_length(self) -> int:
-        return self.job.length(self.waiting[0]) if self.waiting else 0
-
-    def _shape_of_waiting(self, longest: int) -> PoolShape:
-        """Return the shape for sources up to `longest`, and for those that wait and may join."""
-        runner = self.job.runner
-        width = bucket(longest, runner.lengths)
-        # More than two rounds of the largest pool make no difference.
-        first = itertools.islice(self.waiting, 2 * runner.batch_size * len(runner.devices))
-        joining = sum(self._fits(line, width) for line in first)
-        return runner.shape(self.job, longest, joining)
+    def _move(self, shape: PoolShape) -> None:
+        runner, old = self.job.runner, self.shape
+        order = np.full((len(self.lines), shape.slots), old.slots, np.int32)
+        for device, slots in enumerate(self.lines):
+            kept = [slot for slot, line in enumerate(slots) if line is not None]
+            order[device, : len(kept)] = kept
+            lines = [slots[slot] for slot in kept]
+            self.lines[device] = lines + [None] * (shape.slots - len(lines))
+        program = partial(_moved, shape=shape)
+        arrays = self.pool, order
+        moved = runner.compiled(("move", self.job.rules, old, shape), program, *arrays)
+        self.pool, self.shape = moved(runner.params, *arrays), shape
 
     def run(self) -> Report:
         """Search until the newcomers have joined and some sentences are done; all if none waits."""
@@ -217,8 +238,8 @@ class Lanes:
         self.pool, report = self.program(*arguments)
         return jax.device_get(report)
 
-    def collect(self, report: Report, outgrown: list[int]) -> tuple[list[int], Hypotheses]:
-        """Return lines that are done and their hypotheses; those that outgrew go to their list."""
+    def collect(self, report: Report) -> tuple[list[int], Hypotheses]:
+        """Return lines that are done and their hypotheses; those that outgrew wait again."""
         rows, batch = [], []
         usage = self.job.runner.usage
         usage.add_steps(report.steps, self.shape, self.job.rules)
@@ -230,7 +251,8 @@ class Lanes:
                     continue
                 lines[row] = None
                 if outcome.outgrown[row]:
-                    outgrown.append(line)
+                    self.outgrown.add(line)
+                    bisect.insort(self.waiting, line, key=self._order)
                 else:
                     usage.needed += int(outcome.lanes[row])
                     rows.append((device, row))
@@ -238,6 +260,10 @@ class Lanes:
             self.lines[device] = [lines[row] for row in report.holds[device].tolist()]
         index = tuple(np.array(rows, int).reshape(-1, 2).T)
         return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
+
+
+def _moved(params: Sequence[Any], pool: Any, order: Any, shape: PoolShape) -> Any:
+    return move(pool, order, shape)
 
 
 def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:
