@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding import scheduling
+from flaxformer_min.decoding import batching, scheduling
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.tokens import BOS, EOS
 
@@ -162,6 +162,18 @@ def test_a_pool_stays_full():
         make_table(eos=-30.0), make_sources(lengths), batch_size=64, max_extra_tokens=3
     )
     assert runner.usage.share > 0.8
+
+
+def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch):
+    """Seven of up to 24 tokens do not fit into four slots for 40; all are found, and the same."""
+    sources = make_sources([*range(17, 25), *range(17, 25), *[36] * 10])
+    table, settings = make_table(eos=-30.0), {"max_extra_tokens": 9, "n_best": 2}
+    expected, _ = find(table, sources, **settings)
+    monkeypatch.setattr(batching, "MAX_BATCH_TOKENS", 8 * 24)
+    found, _ = find(table, sources, **settings)
+    for line in sources:
+        ids, others = (each[line].ids[:, :33] for each in (found, expected))
+        assert ids.tolist() == others.tolist()
 
 
 def test_one_long_sentence_has_a_pool_of_its_own():

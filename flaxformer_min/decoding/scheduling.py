@@ -192,12 +192,13 @@ class Lanes:
         """Make a pool for the next line, or move those that are alive to one, if it suits them."""
         runner = self.job.runner
         shape = self._shape_for([*alive, self.waiting[-1]])
+        suits = self._fullest() <= shape.slots and self._next_fits(shape)
         if not alive:
             self.shape = shape
             self.lines = [[None] * shape.slots for _ in runner.devices]
             nobody = self.job.newcomers([[]], shape)
             self.pool = runner.empty_pool(self.job.rules, shape, nobody)
-        elif self._next_fits(shape) and all(shape.width <= 4 * self._width(line) for line in alive):
+        elif suits and all(shape.width <= 4 * self._width(line) for line in alive):
             self._move(shape)
 
     def _shape_for(self, lines: list[int]) -> PoolShape:
@@ -209,7 +210,7 @@ class Lanes:
         widths = [self._width(line) for line in few if line not in self.outgrown]
         width = max([width, *(each for each in widths if each <= 4 * width)])
         fitting = sum(self._width(line) <= width for line in self.waiting) + len(lines) - 1
-        fullest = max((sum(line is not None for line in each) for each in self.lines), default=0)
+        fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
         shape = runner.shape(job, width, fitting, least)
         is_last = len(self.waiting) + len(lines) - 1 <= 2 * shape.slots * devices
@@ -218,6 +219,10 @@ class Lanes:
         if is_last or max([before, *limits]) > shape.capacity:
             return dataclasses.replace(shape, capacity=shape.steps)
         return shape
+
+    def _fullest(self) -> int:
+        """Return the most sentences that are alive on one device."""
+        return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
     def _move(self, shape: PoolShape) -> None:
         runner, old = self.job.runner, self.shape
