@@ -93,8 +93,8 @@ class Report(NamedTuple):
     outcome: Outcome
 
 
-class _Progress(NamedTuple):
-    """A call of `run` on its way: `joined` newcomers are, or were, in the pool."""
+class _Call(NamedTuple):
+    """A call of `run` on its way: so many newcomers have joined."""
 
     pool: Pool
     report: Report
@@ -121,19 +121,19 @@ def run(
     # Where hypotheses compete, a first step of one hypothesis is taken already.
     begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
 
-    def join(now: _Progress) -> _Progress:
+    def join(now: _Call) -> _Call:
         slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
         report = _record(now, slot[None])
         holds = report.holds.at[slot].set(shape.slots + now.joined)
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, now.joined, 1), begun)
         pool = jax.tree.map(
-            lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, slot, 0),
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0),
             now.pool,
             _with_room(row, shape),
         )
-        return _Progress(pool, report._replace(holds=holds), now.joined + 1)
+        return _Call(pool, report._replace(holds=holds), now.joined + 1)
 
-    def step(now: _Progress) -> _Progress:
+    def step(now: _Call) -> _Call:
         idle = shape.slots - _count_alive(now.pool)
         joining = jnp.minimum(idle, newcomers.count - now.joined)
         now = jax.lax.fori_loop(0, joining, lambda _, now: join(now), now)
@@ -141,13 +141,13 @@ def run(
         alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
         pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
         report = report._replace(steps=report.steps + 1)
-        return _Progress(_stop_outgrown(pool, shape), report, joined)
+        return _Call(_stop_outgrown(pool, shape), report, joined)
 
-    def is_busy(now: _Progress) -> Array:
+    def is_busy(now: _Call) -> Array:
         waiting = now.joined < newcomers.count
         return waiting | (_count_alive(now.pool) > shape.slots - least_idle)
 
-    nobody = _Progress(pool, _empty_report(pool), jnp.int32(0))
+    nobody = _Call(pool, _empty_report(pool), jnp.int32(0))
     now = jax.lax.while_loop(is_busy, step, nobody)
     return now.pool, _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
 
@@ -270,11 +270,11 @@ def _outcome(pool: Pool) -> Outcome:
     return Outcome(~pool.state.is_alive(), pool.outgrown, pool.lanes, finished)
 
 
-def _record(now: _Progress, slots: Int[Array, " some"]) -> Report:
+def _record(now: _Call, slots: Int[Array, " some"]) -> Report:
     """Return the report with the outcome, so far, of the sentences in these slots."""
     report = now.report
     outcome = jax.tree.map(
-        lambda all, new: all.at[report.holds[slots]].set(new[slots]),
+        lambda old, new: old.at[report.holds[slots]].set(new[slots]),
         report.outcome,
         _outcome(now.pool),
     )
