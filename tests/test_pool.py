@@ -34,6 +34,15 @@ class History(NamedTuple):
         return self._replace(read=jnp.pad(self.read, ((0, 0), (0, 0), (0, more)))[:, :, :capacity])
 
 
+class Seeds(NamedTuple):
+    """What a source is encoded to, whatever its width."""
+
+    seeds: jax.Array
+
+    def resize(self, width):
+        return self
+
+
 class Table:
     """A model that predicts from a number made of the source and of all tokens so far."""
 
@@ -44,15 +53,15 @@ class Table:
         return (source.ids * source.segments).sum(1) % STATES
 
     def precompute_cross_attention(self, table, encoded, source):
-        return encoded
+        return Seeds(encoded)
 
-    def prefill(self, table, seeds, beam_size, capacity, prefix):
+    def prefill(self, table, cross, beam_size, capacity, prefix):
         batch, length = prefix.shape
         read = jnp.zeros((batch, beam_size, length + capacity), jnp.int32)
-        history = History(seeds, read, jnp.zeros(batch, jnp.int32))
+        history = History(cross.seeds, read, jnp.zeros(batch, jnp.int32))
         return history, jnp.zeros((batch, length), jnp.float32)
 
-    def decode_step(self, table, tokens, seeds, history):
+    def decode_step(self, table, tokens, cross, history):
         batch = jnp.arange(len(tokens))
         read = history.read.at[batch, : tokens.shape[1], history.positions].set(tokens, mode="drop")
         states = jnp.broadcast_to(history.seeds[:, None], read.shape[:2])
@@ -63,6 +72,23 @@ class Table:
 
         states = jax.lax.fori_loop(0, read.shape[2], read_one, states)
         return table[states], History(history.seeds, read, history.positions + 1)
+
+
+class Unresizable(NamedTuple):
+    """A source as it is, padded to the width of the pool."""
+
+    ids: jax.Array
+
+    @property
+    def seeds(self):
+        return self.ids.sum(1) % STATES
+
+
+class TableOfSources(Table):
+    """The same, with an encoded source that has no `resize`."""
+
+    def precompute_cross_attention(self, table, encoded, source):
+        return Unresizable(source.ids * source.segments)
 
 
 def slow_model(table, source):
@@ -91,8 +117,8 @@ def make_sources(lengths, seed=0):
     }
 
 
-def find(table, sources, batch_size=8, cores=1, **options):
-    runner = BatchRunner([Table()], [jnp.asarray(table)], batch_size)
+def find(table, sources, batch_size=8, cores=1, model=Table, **options):
+    runner = BatchRunner([model()], [jnp.asarray(table)], batch_size)
     runner.cores = cores
     found = {}
     for batch, hypotheses in runner.search(
@@ -174,6 +200,16 @@ def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch
     for line in sources:
         ids, others = (each[line].ids[:, :33] for each in (found, expected))
         assert ids.tolist() == others.tolist()
+
+
+def test_a_model_that_cannot_resize_its_sources_has_a_pool_for_each_width():
+    """It finds what one finds that can."""
+    sources = make_sources([*range(12, 20), *range(12, 20), *[30] * 10])
+    table, settings = make_table(eos=-30.0), {"max_extra_tokens": 9}
+    expected, _ = find(table, sources, **settings)
+    found, _ = find(table, sources, model=TableOfSources, **settings)
+    for line in sources:
+        assert found[line].log_prob == pytest.approx(expected[line].log_prob, abs=1e-4)
 
 
 def test_one_long_sentence_has_a_pool_of_its_own():

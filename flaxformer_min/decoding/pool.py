@@ -199,6 +199,11 @@ def empty(begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: Pool
     return pool
 
 
+def can_resize(pool: Pool) -> bool:
+    """Return whether the models' encoded sources can be moved to a pool of another width."""
+    return all(hasattr(cross, "resize") for cross, _ in pool.state.cache)
+
+
 def move(pool: Pool, order: Int[Array, " slots"], shape: PoolShape) -> Pool:
     """Return the pool in another shape, in which all sentences that are alive have room.
 
@@ -208,7 +213,7 @@ def move(pool: Pool, order: Int[Array, " slots"], shape: PoolShape) -> Pool:
     pool = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0, mode="clip"), pool)
     caches = [
         (
-            cross.resize(shape.width) if hasattr(cross, "resize") else cross,
+            cross.resize(shape.width) if can_resize(pool) else cross,
             cache.resize(shape.prefix + shape.capacity),
         )
         for cross, cache in pool.state.cache

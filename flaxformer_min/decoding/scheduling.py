@@ -3,7 +3,6 @@
 Nothing here is compiled; `pool` has the programs, `batching` the devices that run them.
 """
 
-import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -12,7 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.pool import Newcomers, PoolShape, Report, Rules, move, run
+from flaxformer_min.decoding.pool import (
+    Newcomers,
+    PoolShape,
+    Report,
+    Rules,
+    can_resize,
+    move,
+    run,
+)
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.tokens import PAD
 
@@ -125,45 +132,50 @@ class Job:
 class Lanes:
     """The sentences that one core, or all accelerators, search together.
 
-    Short ones come first. A translation that outgrows its cache begins again with the longer ones,
-    whose caches have room for it, so it need not go on alone after all others.
+    Short ones come first. A translation that outgrows its cache begins again as soon as there is a
+    pool with room for it, so it need not go on alone after all others.
     """
 
     def __init__(self, job: Job, lines: Iterable[int]):
         """Take these lines."""
         self.job = job
-        self.outgrown: set[int] = set()
-        self.waiting = sorted(lines, key=self._order)
+        # The last of each is the next.
+        self.waiting = sorted(lines, key=lambda line: (-job.length(line), -line))
+        self.outgrown: list[int] = []
         self.shape: PoolShape | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
         """Choose who joins next; return whether there is anything to do."""
         alive = [line for slots in self.lines for line in slots if line is not None]
-        if not alive and not self.waiting:
+        if not alive and not self._count_waiting():
             return False
-        if self.waiting and not self._next_fits(self.shape):
+        if self._count_waiting() and not self._next(self.shape):
             self._change_shape(alive)
         self.joining: list[list[int]] = [[] for _ in self.lines]
-        while self._next_fits(self.shape) and len(self.joining[-1]) < self.shape.slots:
+        while self._next(self.shape) and len(self.joining[-1]) < self.shape.slots:
             for of_device in self.joining:
-                if self._next_fits(self.shape):
-                    of_device.append(self.waiting.pop())
+                if queue := self._next(self.shape):
+                    of_device.append(queue.pop())
         self._prepare()
         return True
 
-    def _order(self, line: int) -> tuple[int, int]:
-        """Return what waiting lines are sorted by: the last one is the next."""
-        room = self.job.limit(line) if line in self.outgrown else self.job.length(line)
-        return -room, -line
+    def _count_waiting(self) -> int:
+        return len(self.waiting) + len(self.outgrown)
 
-    def _next_fits(self, shape: PoolShape | None) -> bool:
-        """Return whether the next line may join a pool: that it has room, and is not wasted."""
-        if shape is None or not self.waiting:
-            return False
-        line = self.waiting[-1]
-        has_room = line not in self.outgrown or self.job.limit(line) <= shape.capacity
-        return has_room and self._width(line) <= shape.width <= 4 * self._width(line)
+    def _next(self, shape: PoolShape | None) -> list[int]:
+        """Return the queue whose next line may join a pool: it has room there, and few lanes idle.
+
+        Those that outgrew a pool are first, because they take long.
+        """
+        for queue in (self.outgrown, self.waiting):
+            if shape is None or not queue:
+                continue
+            line = queue[-1]
+            has_room = queue is self.waiting or self.job.limit(line) <= shape.capacity
+            if has_room and self._width(line) <= shape.width <= 4 * self._width(line):
+                return queue
+        return []
 
     def _width(self, line: int) -> int:
         return bucket(self.job.length(line), self.job.runner.lengths)
@@ -181,24 +193,28 @@ class Lanes:
     def _least_idle(self) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
         slots = self.shape.slots
-        if not self.waiting or not any(self.joining):
+        waiting = self._count_waiting()
+        if not waiting or not any(self.joining):
             return slots
-        few_wait = len(self.waiting) < slots * len(self.lines)
-        if few_wait and not self._next_fits(self.shape):
+        if waiting < slots * len(self.lines) and not self._next(self.shape):
             return slots - slots // 4  # for a larger shape takes longer for each that is alive
         return -(-slots // 8)
 
     def _change_shape(self, alive: list[int]) -> None:
         """Make a pool for the next line, or move those that are alive to one, if it suits them."""
         runner = self.job.runner
-        shape = self._shape_for([*alive, self.waiting[-1]])
-        suits = self._fullest() <= shape.slots and self._next_fits(shape)
+        shape = self._shape_for([*alive, (self.waiting or self.outgrown)[-1]])
         if not alive:
             self.shape = shape
             self.lines = [[None] * shape.slots for _ in runner.devices]
             nobody = self.job.newcomers([[]], shape)
             self.pool = runner.empty_pool(self.job.rules, shape, nobody)
-        elif suits and all(shape.width <= 4 * self._width(line) for line in alive):
+        elif (
+            self._next(shape)
+            and self._fullest() <= shape.slots
+            and all(shape.width <= 4 * self._width(line) for line in alive)
+            and (shape.width == self.shape.width or can_resize(self.pool))
+        ):
             self._move(shape)
 
     def _shape_for(self, lines: list[int]) -> PoolShape:
@@ -207,16 +223,16 @@ class Lanes:
         width = max(map(self._width, lines))
         # A pool of its own would be compiled for little if only few lines had this width.
         few = self.waiting[-(runner.batch_size * devices // 4) :]
-        widths = [self._width(line) for line in few if line not in self.outgrown]
+        widths = [self._width(line) for line in few]
         width = max([width, *(each for each in widths if each <= 4 * width)])
-        fitting = sum(self._width(line) <= width for line in self.waiting) + len(lines) - 1
+        waiting = [*self.waiting, *self.outgrown]
+        fitting = sum(self._width(line) <= width for line in waiting) + len(lines) - 1
         fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
         shape = runner.shape(job, width, fitting, least)
-        is_last = len(self.waiting) + len(lines) - 1 <= 2 * shape.slots * devices
+        is_last = len(waiting) + len(lines) - 1 <= 2 * shape.slots * devices
         before = self.shape.capacity if fullest else 0
-        limits = [job.limit(line) for line in lines if line in self.outgrown]
-        if is_last or max([before, *limits]) > shape.capacity:
+        if is_last or not self.waiting or before > shape.capacity:
             return dataclasses.replace(shape, capacity=shape.steps)
         return shape
 
@@ -256,8 +272,7 @@ class Lanes:
                     continue
                 lines[row] = None
                 if outcome.outgrown[row]:
-                    self.outgrown.add(line)
-                    bisect.insort(self.waiting, line, key=self._order)
+                    self.outgrown.append(line)
                 else:
                     usage.needed += int(outcome.lanes[row])
                     rows.append((device, row))
