@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from make_golden_run import EXPECTED, GOLDEN
 from reversing_run import reversed_pairs, train_reversing_run
 from tiny_run import LINES, make_tiny_run
 
@@ -532,6 +533,28 @@ def test_greedy_translations_are_those_of_generate(opus, transformers):
         text = theirs.decode(found, skip_special_tokens=True)
         ours = translator.translate([line], beam_size=1, max_extra_tokens=9)[0]
         assert ours.strip() == text
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_searched_by_beam_as_generate_does(transformers, tmp_path):
+    """Without a length penalty, where both mean the same by a score: every translation is equal."""
+    import torch
+
+    lines = [each["source"] for each in json.loads(EXPECTED.read_text())]
+    folder, run = export_and_import(GOLDEN, tmp_path)
+    ours = Translator.load(run).translate(lines, beam_size=4, length_penalty=0.0)
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        found = model.generate(
+            **tokenizer(lines, return_tensors="pt", padding=True),
+            num_beams=4,
+            length_penalty=0.0,
+            max_new_tokens=90,
+            max_length=None,
+        )
+    theirs = tokenizer.batch_decode(found, skip_special_tokens=True)
+    assert [text.strip() for text in ours] == [text.strip() for text in theirs]
 
 
 def test_a_suppressed_token_is_suppressed_in_both(opus, transformers, tmp_path):
