@@ -240,3 +240,19 @@ def test_multi_head_attention_is_its_heads_side_by_side_and_projected():
         )
         assert_allclose(output[0], expected, rtol=1e-5, atol=1e-6)
         assert_allclose(state["intermediates"]["weights"][0][0], weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_each_sentence_stores_at_its_own_position(platform):
+    """In a numpy loop; a TPU writes everything, but changes nothing else."""
+    rng = np.random.default_rng(0)
+    stored = rng.normal(size=(3, 2, 4, 12)).astype(np.float32)
+    new = rng.normal(size=(3, 2, 4, 2)).astype(np.float32)
+    expected, positions = stored.copy(), np.array([0, 6, 10], np.int32)
+    for sentence, position in enumerate(positions):
+        expected[sentence, :, :, position : position + 2] = new[sentence]
+    arrays = [jnp.asarray(each) for each in (stored, new, positions)]
+    swapped = [*(each.swapaxes(2, 3) for each in arrays[:2]), arrays[2]]
+    with compiling_for([SimpleNamespace(platform=platform)]):
+        assert_array_equal(attention.store_at(*arrays, axis=2), expected)
+        assert_array_equal(attention.store_at(*swapped, axis=1), expected.swapaxes(2, 3))
