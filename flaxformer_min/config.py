@@ -12,7 +12,6 @@ from typing import Literal
 from flaxformer_min.config_fields import check_fields, check_known, setting
 from flaxformer_min.config_fields import differences as differences
 from flaxformer_min.languages import check_languages
-from flaxformer_min.tokens import EOS
 
 FORMAT_VERSION = 1
 """Version of the run folder's format: config.json, the names of parameters and the other files."""
@@ -304,7 +303,7 @@ class DecodingConfig:
     early_stopping: bool = setting(False, may_change=True)
     """Stop a sentence when beam_size hypotheses have ended, not when none alive can be better."""
 
-    suppressed: tuple[int, ...] = setting((), may_change=True)
+    suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS
     never are."""
 
@@ -314,11 +313,6 @@ class DecodingConfig:
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "decoding")
-        if any(number <= EOS for number in self.suppressed):
-            raise ValueError(
-                "decoding.suppressed must be ids of regular tokens, because a translation needs "
-                f"its end and never has the other special tokens; got {min(self.suppressed)}."
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,8 +204,7 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         DecodingConfig,
         dict(suppressed=(9, 3)),
-        "decoding.suppressed must be ids of regular tokens, because a translation needs its end "
-        "and never has the other special tokens; got 3.",
+        "decoding.suppressed must be at least 4; got (9, 3).",
     ),
     (
         DataConfig,

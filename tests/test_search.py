@@ -185,7 +185,7 @@ def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability
             slow_model(table, seed), max_length=12, alpha=0.6, suppressed=(5, 7), **settings
         )
         assert_same(found, row, expected)
-    with pytest.raises(ValueError, match="suppressed must be ids of regular tokens, from 4 on"):
+    with pytest.raises(ValueError, match="suppressed must be ids from 4 on"):
         find(table, seeds, max_length, suppressed=(EOS,), **settings)
 
 

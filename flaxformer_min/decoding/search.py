@@ -360,11 +360,8 @@ def _check_search(beam_size: int, n_best: int, length_penalty: float, min_length
 
 
 def _check_suppressed(suppressed: tuple[int, ...]) -> None:
-    if special := [number for number in suppressed if number < FIRST_REGULAR_ID]:
-        raise ValueError(
-            f"suppressed must be ids of regular tokens, from {FIRST_REGULAR_ID} on; got "
-            f"{special[0]}. EOS must be possible, and PAD, UNK and BOS never are."
-        )
+    if min(suppressed, default=FIRST_REGULAR_ID) < FIRST_REGULAR_ID:
+        raise ValueError(f"suppressed must be ids from {FIRST_REGULAR_ID} on; got {suppressed}.")
 
 
 def _check_sampling(sampling: Sampling | None) -> None:

@@ -1,13 +1,12 @@
 """Scaled dot-product attention (figure 2, section 3.2.1): pure functions of one head."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flaxformer_min.model.target import target_platform
+from flaxformer_min.model.target import store_at, target_platform
 
 
 def attention_weights(
@@ -168,25 +167,6 @@ class KeyValue(NamedTuple):
             resize_axis(self.transposed_keys, positions, axis=3),
             resize_axis(self.values, positions, axis=2),
         )
-
-
-def store_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
-    """Store `new` from a position of `axis` on that is each sentence's own."""
-    if target_platform() == "tpu":
-        return _select_at(stored, new, positions, axis + 1)
-    of_sentence = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-    return jax.vmap(of_sentence)(stored, new, positions)
-
-
-def _select_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
-    """Store like `store_at`, writing everything: a TPU would store sentence by sentence."""
-    shape = [1] * stored.ndim
-    shape[0], shape[axis] = stored.shape[0], stored.shape[axis]
-    place = jnp.arange(stored.shape[axis], dtype=jnp.int32)[None, :] - positions[:, None]
-    for number in range(new.shape[axis]):
-        one = jax.lax.slice_in_dim(new, number, number + 1, axis=axis)
-        stored = jnp.where((place == number).reshape(shape), one, stored)
-    return stored
 
 
 def resize_axis(x: Array, size: int, axis: int, fill: int = 0) -> Array:

@@ -3,9 +3,12 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from flaxformer_min.config import ModelConfig
 
@@ -44,6 +47,25 @@ def compute_dtype(config: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if target_platform() == "tpu" or _cuda_capability() >= 8 else "float32"
+
+
+def store_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
+    """Store `new` from a position of `axis` on that is each sentence's own."""
+    if target_platform() == "tpu":
+        return _select_at(stored, new, positions, axis + 1)
+    of_sentence = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+    return jax.vmap(of_sentence)(stored, new, positions)
+
+
+def _select_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
+    """Store like `store_at`, writing everything: a TPU would store sentence by sentence."""
+    shape = [1] * stored.ndim
+    shape[0], shape[axis] = stored.shape[0], stored.shape[axis]
+    place = jnp.arange(stored.shape[axis], dtype=jnp.int32)[None, :] - positions[:, None]
+    for number in range(new.shape[axis]):
+        one = jax.lax.slice_in_dim(new, number, number + 1, axis=axis)
+        stored = jnp.where((place == number).reshape(shape), one, stored)
+    return stored
 
 
 def _cuda_capability() -> float:
