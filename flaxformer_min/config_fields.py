@@ -39,20 +39,21 @@ def check_fields(config: Any, group: str) -> None:
         name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
         if not _has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
-        if value is None or isinstance(value, (str, bool)):
+        if value is None or value == () or isinstance(value, (str, bool)):
             continue
         values = value if isinstance(value, tuple) else (value,)
+        low, high = min(values), max(values)
         at_least, at_most, more_than, less_than = (
             field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")
         )
         rules = [
-            (lambda x: isinstance(x, int) or not math.isinf(x), "finite"),
-            (lambda x, least=at_least: least is None or x >= least, f"at least {at_least}"),
-            (lambda x, most=at_most: most is None or x <= most, f"at most {at_most}"),
-            (lambda x, limit=more_than: limit is None or x > limit, f"more than {more_than}"),
-            (lambda x, limit=less_than: limit is None or x < limit, f"less than {less_than}"),
+            (all(isinstance(each, int) or not math.isinf(each) for each in values), "finite"),
+            (at_least is None or low >= at_least, f"at least {at_least}"),
+            (at_most is None or high <= at_most, f"at most {at_most}"),
+            (more_than is None or low > more_than, f"more than {more_than}"),
+            (less_than is None or high < less_than, f"less than {less_than}"),
         ]
-        broken = [text for holds, text in rules if not all(map(holds, values))]
+        broken = [text for holds, text in rules if not holds]
         if broken:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
 

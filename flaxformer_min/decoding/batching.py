@@ -94,7 +94,7 @@ class BatchRunner:
 
     def batch_sizes(self) -> list[int]:
         """Return the numbers of sentences that batches are padded to, on each device."""
-        return [*(size for size in BATCHES if size < self.batch_size), self.batch_size]
+        return _sizes(self.batch_size)
 
     def search(
         self,
@@ -194,8 +194,7 @@ class BatchRunner:
     def _size(self, sentences: int, width: int) -> int:
         """Return the first of a few sizes that holds so many sentences, or the largest allowed."""
         full = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
-        sizes = [*(size for size in BATCHES if size < full), full]
-        return bucket(min(sentences, full), sizes)
+        return bucket(min(sentences, full), _sizes(full))
 
     def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:
         width = bucket(max(map(len, sentences)), self.lengths)
@@ -249,6 +248,10 @@ class BatchRunner:
         with _explain_mismatch():
             lowered = mapped.lower(self.params, *trees)
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
+
+
+def _sizes(most: int) -> list[int]:
+    return [*(size for size in BATCHES if size < most), most]
 
 
 def pool_shape(

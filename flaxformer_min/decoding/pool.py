@@ -121,22 +121,10 @@ def run(
     # Where hypotheses compete, a first step of one hypothesis is taken already.
     begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
 
-    def join(now: _Call) -> _Call:
-        slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
-        report = _record(now, slot[None])
-        holds = report.holds.at[slot].set(shape.slots + now.joined)
-        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, now.joined, 1), begun)
-        pool = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0),
-            now.pool,
-            _with_room(row, shape),
-        )
-        return _Call(pool, report._replace(holds=holds), now.joined + 1)
-
     def step(now: _Call) -> _Call:
         idle = shape.slots - _count_alive(now.pool)
         joining = jnp.minimum(idle, newcomers.count - now.joined)
-        now = jax.lax.fori_loop(0, joining, lambda _, now: join(now), now)
+        now = jax.lax.fori_loop(0, joining, lambda _, now: _join(now, begun, shape), now)
         pool, report, joined = now
         alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
         pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
@@ -211,13 +199,9 @@ def move(pool: Pool, order: Int[Array, " slots"], shape: PoolShape) -> Pool:
     """
     nobody = order >= pool.outgrown.size
     pool = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0, mode="clip"), pool)
-    caches = [
-        (
-            cross.resize(shape.width) if can_resize(pool) else cross,
-            cache.resize(shape.prefix + shape.capacity),
-        )
-        for cross, cache in pool.state.cache
-    ]
+    caches = _with_room(pool, shape).state.cache
+    if can_resize(pool):
+        caches = [(cross.resize(shape.width), cache) for cross, cache in caches]
     progress = pool.state.progress
     alive, finished = (
         each._replace(ids=resize_axis(each.ids, shape.steps, axis=2, fill=PAD))
@@ -251,12 +235,26 @@ def _reorder(caches, parents):
     return [(cross, cache.reorder(parents)) for cross, cache in caches]
 
 
-def _with_room(begun: Pool, shape: PoolShape) -> Pool:
-    """Return sentences that were just begun with caches of the pool's capacity."""
+def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
+    """Let the next of the sentences that are begun take an idle slot."""
+    slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
+    report = _record(now, slot[None])
+    holds = report.holds.at[slot].set(shape.slots + now.joined)
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, now.joined, 1), begun)
+    pool = jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0),
+        now.pool,
+        _with_room(row, shape),
+    )
+    return _Call(pool, report._replace(holds=holds), now.joined + 1)
+
+
+def _with_room(pool: Pool, shape: PoolShape) -> Pool:
+    """Return the sentences with caches of the capacity of `shape`."""
     caches = [
-        (cross, cache.resize(shape.prefix + shape.capacity)) for cross, cache in begun.state.cache
+        (cross, cache.resize(shape.prefix + shape.capacity)) for cross, cache in pool.state.cache
     ]
-    return begun._replace(state=begun.state._replace(cache=caches))
+    return pool._replace(state=pool.state._replace(cache=caches))
 
 
 def _count_alive(pool: Pool) -> Int[Array, ""]:

@@ -4,7 +4,7 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -136,11 +136,11 @@ class Lanes:
     pool with room for it, so it need not go on alone after all others.
     """
 
-    def __init__(self, job: Job, lines: Iterable[int]):
-        """Take these lines."""
+    def __init__(self, job: Job, lines: Sequence[int]):
+        """Take these lines, shortest sources first."""
         self.job = job
         # The last of each is the next.
-        self.waiting = sorted(lines, key=lambda line: (-job.length(line), -line))
+        self.waiting = [*reversed(lines)]
         self.outgrown: list[int] = []
         self.shape: PoolShape | None = None
         self.lines: list[list[int | None]] = []
@@ -248,9 +248,8 @@ class Lanes:
             order[device, : len(kept)] = kept
             lines = [slots[slot] for slot in kept]
             self.lines[device] = lines + [None] * (shape.slots - len(lines))
-        program = partial(_moved, shape=shape)
-        arrays = self.pool, order
-        moved = runner.compiled(("move", self.job.rules, old, shape), program, *arrays)
+        key, arrays = ("move", self.job.rules, old, shape), (self.pool, order)
+        moved = runner.compiled(key, lambda _, pool, order: move(pool, order, shape), *arrays)
         self.pool, self.shape = moved(runner.params, *arrays), shape
 
     def run(self) -> Report:
@@ -280,10 +279,6 @@ class Lanes:
             self.lines[device] = [lines[row] for row in report.holds[device].tolist()]
         index = tuple(np.array(rows, int).reshape(-1, 2).T)
         return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
-
-
-def _moved(params: Sequence[Any], pool: Any, order: Any, shape: PoolShape) -> Any:
-    return move(pool, order, shape)
 
 
 def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:

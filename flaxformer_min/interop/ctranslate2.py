@@ -120,16 +120,13 @@ def _set_vocabularies(spec: Any, model: RunModel) -> None:
     spec.config.add_attribute("layer_norm_epsilon", model.config.norm_epsilon)
 
 
-def _suppressed_pieces(model: RunModel) -> list[str]:
-    return model.tokenizers[1].pieces(model.decoding.suppressed)
-
-
 def _readme(model: RunModel, quantization: str | None) -> str:
     decoding = model.decoding
     longest = f"max(map(len, pieces)) + {1 + decoding.max_extra_tokens}"
     limits = f"max_input_length={LENGTHS[-1]}, max_decoding_length={longest}"
     if decoding.suppressed:
-        limits += f", suppress_sequences={[[each] for each in _suppressed_pieces(model)]}"
+        pieces = model.tokenizers[1].pieces(decoding.suppressed)
+        limits += f", suppress_sequences={[[piece] for piece in pieces]}"
     template = Path(__file__).with_name("ctranslate2_readme.md").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         sizes=describe(model.config),
