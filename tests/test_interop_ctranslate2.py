@@ -118,6 +118,26 @@ def test_a_readme_says_how_to_translate(tmp_path, capsys):
     assert "length_penalty=0.6," in readme and "max(map(len, pieces)) + 5" in readme
 
 
+def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
+    """The first token of a greedy translation, of the same run without it."""
+
+    def greedily(name, suppressed):
+        decoding = DecodingConfig(beam_size=1, max_extra_tokens=4, suppressed=suppressed)
+        run = make_tiny_run(tmp_path / name, decoding=decoding)
+        flaxformer_min.export(run, tmp_path / f"{name}-out", format="ctranslate2")
+        readme = (tmp_path / f"{name}-out" / "README.md").read_text()
+        names = {"FOLDER": str(tmp_path / f"{name}-out"), "lines": LINES[:1]}
+        exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+        capsys.readouterr()
+        return run, names["found"][0].hypotheses[0]
+
+    run, free = greedily("free", ())
+    tokenizer = Translator.load(run).target_tokenizer
+    first = tokenizer.pieces(range(tokenizer.vocab_size)).index(free[0])
+    _, found = greedily("suppressed", (first,))
+    assert found and free[0] not in found
+
+
 def test_an_existing_folder_is_left_alone(tmp_path):
     """Nothing is overwritten, nothing half written is left."""
     run = make_tiny_run(tmp_path / "run")
