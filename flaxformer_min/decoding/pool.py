@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,10 @@ from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, St
 from flaxformer_min.model.attention import resize_axis
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
+
+
+FEWER = (4, 16)
+"""The parts of its slots in which a pool goes on when so few sentences are left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +90,12 @@ class Report(NamedTuple):
 
     Its sentences are those that were in the slots before, and behind them the newcomers.
 
+    slots: with which a step was taken, summed over the steps.
     holds: the sentence that is in each slot now.
     """
 
     steps: Int[Array, ""]
+    slots: Int[Array, ""]
     holds: Int[Array, " slots"]
     outcome: Outcome
 
@@ -125,19 +132,50 @@ def run(
         idle = shape.slots - _count_alive(now.pool)
         joining = jnp.minimum(idle, newcomers.count - now.joined)
         now = jax.lax.fori_loop(0, joining, lambda _, now: _join(now, begun, shape), now)
-        pool, report, joined = now
-        alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
-        pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
-        report = report._replace(steps=report.steps + 1)
-        return _Call(_stop_outgrown(pool, shape), report, joined)
+        return _step(search, now, shape)
+
+    most_alive = shape.slots - least_idle
+    fewer = [shape.slots // part for part in FEWER if shape.slots >= part]
+    enough = jnp.maximum(most_alive, max(fewer, default=0))
 
     def is_busy(now: _Call) -> Array:
-        waiting = now.joined < newcomers.count
-        return waiting | (_count_alive(now.pool) > shape.slots - least_idle)
+        return (now.joined < newcomers.count) | (_count_alive(now.pool) > enough)
 
     nobody = _Call(pool, _empty_report(pool), jnp.int32(0))
     now = jax.lax.while_loop(is_busy, step, nobody)
+    for slots, next_slots in pairwise([*fewer, 0]):
+        now = _go_on_in(slots, search, now, jnp.maximum(most_alive, next_slots), shape)
     return now.pool, _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
+
+
+def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
+    """Take a step with all sentences of the pool."""
+    pool = now.pool
+    alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
+    pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
+    report = now.report._replace(
+        steps=now.report.steps + 1, slots=now.report.slots + pool.outgrown.size
+    )
+    return now._replace(pool=_stop_outgrown(pool, shape), report=report)
+
+
+def _go_on_in(
+    slots: int, search: Search, now: _Call, most_alive: Int[Array, ""], shape: PoolShape
+) -> _Call:
+    """Search in fewer slots, where a step takes less time, until at most so many are alive."""
+
+    def is_busy(now: _Call) -> Array:
+        return _count_alive(now.pool) > most_alive
+
+    # A loop of one turn, because the branches of a `cond` would copy the pool.
+    def go_on(now: _Call) -> _Call:
+        order = jnp.argsort(~now.pool.state.is_alive())[:slots]
+        few = now._replace(pool=jax.tree.map(lambda leaf: leaf[order], now.pool))
+        few = jax.lax.while_loop(is_busy, lambda few: _step(search, few, shape), few)
+        pool = jax.tree.map(lambda all, some: all.at[order].set(some), now.pool, few.pool)
+        return few._replace(pool=pool)
+
+    return jax.lax.while_loop(is_busy, go_on, now)
 
 
 def begin(
@@ -265,7 +303,7 @@ def _empty_report(pool: Pool) -> Report:
     slots = pool.outgrown.size
     outcome = _outcome(pool)
     nothing = jax.tree.map(lambda x: jnp.zeros((2 * slots, *x.shape[1:]), x.dtype), outcome)
-    return Report(jnp.int32(0), jnp.arange(slots, dtype=jnp.int32), nothing)
+    return Report(jnp.int32(0), jnp.int32(0), jnp.arange(slots, dtype=jnp.int32), nothing)
 
 
 def _outcome(pool: Pool) -> Outcome:

@@ -68,12 +68,12 @@ class Usage:
     computed: int = 0
     needed: int = 0
 
-    def add_steps(self, steps: np.ndarray, shape: PoolShape, rules: Rules) -> None:
+    def add_steps(self, report: Report, shape: PoolShape, rules: Rules) -> None:
         """Count the steps that the pool took on each device, after newcomers took their first."""
-        self.steps += int(steps.sum())
-        self.computed += int(steps.sum()) * shape.slots * rules.beam_size
+        self.steps += int(report.steps.sum())
+        self.computed += int(report.slots.sum()) * rules.beam_size
         if rules.competing:
-            self.computed += len(steps) * shape.slots
+            self.computed += len(report.steps) * shape.slots
 
     @property
     def share(self) -> float:
@@ -262,7 +262,7 @@ class Lanes:
         """Return lines that are done and their hypotheses; those that outgrew wait again."""
         rows, batch = [], []
         usage = self.job.runner.usage
-        usage.add_steps(report.steps, self.shape, self.job.rules)
+        usage.add_steps(report, self.shape, self.job.rules)
         for device, (old, new) in enumerate(zip(self.lines, self.joining, strict=True)):
             lines = dict(enumerate(old)) | dict(enumerate(new, start=self.shape.slots))
             outcome = jax.tree.map(lambda array, device=device: array[device], report.outcome)
