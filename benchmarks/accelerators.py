@@ -291,7 +291,8 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
         length_penalty=decoding.length_penalty,
         early_stopping=decoding.early_stopping,
     )
-    shape = pool_shape(args.sentences, args.source, args.source + decoding.max_extra_tokens)
+    steps = args.source + decoding.max_extra_tokens
+    shape = pool_shape(args.sentences, args.source, steps, rules)
     integer = jax.ShapeDtypeStruct((), np.int32)
     new = jax.ShapeDtypeStruct((shape.slots,), np.int32)
     source = jax.ShapeDtypeStruct((shape.slots, shape.width), np.int32)

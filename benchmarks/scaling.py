@@ -136,12 +136,13 @@ def decoding_step(model: Any, params: Any, source: Any) -> Callable[[], Any]:
     encoded = jax.jit(partial(apply, method="encode"))(source)
     cross = jax.jit(partial(apply, method="precompute_cross_attention"))(encoded, source)
     length = source.ids.shape[1]
-    cache, _ = jax.jit(lambda cross: apply(cross, BEAM, length, method="prefill"))(cross)
+    cache, _ = jax.jit(lambda cross: apply(cross, BEAM, BEAM * length, method="prefill"))(cross)
     tokens = jnp.full((len(source.ids), BEAM), 4)
 
-    def forward(variables: Any, tokens: Any, cross: Any, cache: Any) -> Any:
-        logits, cache = model.apply(variables, tokens, cross, cache, method="decode_step")
-        return logits, cache._replace(column=cache.column % length)
+    def forward(variables: Any, tokens: Any, cross: Any, before: Any) -> Any:
+        logits, cache = model.apply(variables, tokens, cross, before, method="decode_step")
+        # As if nothing had been stored: each step costs the same, whatever is in the cache.
+        return logits, cache._replace(visible=before.visible, positions=before.positions)
 
     step = jax.jit(forward, donate_argnums=3)
 

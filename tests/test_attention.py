@@ -205,12 +205,12 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     assert requested == ["cudnn" if supported else "xla"]
 
 
-def test_stored_keys_and_values_are_at_each_sentences_own_position():
-    """Decoding appends one token at a time; the others do not change, nor when it is resized."""
+def test_stored_keys_and_values_are_at_each_sentences_own_entries():
+    """The others do not change, nor when it is resized."""
     empty = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2)
     new = KeyValue.of(jnp.ones((2, 1, 2, 3)), jnp.full((2, 1, 2, 3), 7.0))
-    after = empty.store(new, jnp.array([2, 0]))
-    expected = np.array([[0, 0, 1, 1, 0], [1, 1, 0, 0, 0]])
+    after = empty.store(new, jnp.array([[2, 4], [1, 0]]))
+    expected = np.array([[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
     assert_array_equal(np.asarray(after.keys)[:, 0, :, 0], expected)
     assert_array_equal(np.asarray(after.values)[:, 0, :, 2], 7 * expected)
     for size in (3, 7):
@@ -243,15 +243,16 @@ def test_multi_head_attention_is_its_heads_side_by_side_and_projected():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_each_sentence_stores_at_its_own_position(platform):
+def test_each_sentence_stores_at_its_own_entries(platform):
     """In a numpy loop; a TPU writes everything, but changes nothing else."""
     rng = np.random.default_rng(0)
     stored = rng.normal(size=(3, 2, 4, 12)).astype(np.float32)
     new = rng.normal(size=(3, 2, 4, 2)).astype(np.float32)
-    expected, positions = stored.copy(), np.array([0, 6, 10], np.int32)
-    for sentence, position in enumerate(positions):
-        expected[sentence, :, :, position : position + 2] = new[sentence]
-    arrays = [jnp.asarray(each) for each in (stored, new, positions)]
+    expected, entries = stored.copy(), np.array([[0, 1], [11, 6], [10, 3]], np.int32)
+    for sentence, both in enumerate(entries):
+        for number, entry in enumerate(both):
+            expected[sentence, :, :, entry] = new[sentence, :, :, number]
+    arrays = [jnp.asarray(each) for each in (stored, new, entries)]
     swapped = [*(each.swapaxes(2, 3) for each in arrays[:2]), arrays[2]]
     with compiling_for([SimpleNamespace(platform=platform)]):
         assert_array_equal(attention.store_at(*arrays, axis=2), expected)

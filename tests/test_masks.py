@@ -6,8 +6,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from flaxformer_min.model.masks import (
-    ancestor_mask,
-    batched_ancestor_mask,
     batched_look_ahead_mask,
     batched_padding_mask,
     batched_segment_mask,
@@ -63,18 +61,3 @@ def test_look_ahead_and_segments_together_make_a_triangle_a_sentence():
         [0, 0, 0, 0, 0, 0],
     ]
     assert_array_equal(mask, expected)
-
-
-def test_a_hypothesis_attends_to_one_slot_of_each_column_that_it_has_filled():
-    """Section 6.1, beam search: of each column's slots only its ancestor's, in column order."""
-    numbers = np.random.default_rng(0)
-    ancestors = numbers.integers(-1, 3, size=(2, 3, 5))
-    expected = np.zeros((2, 3, 15), bool)
-    for b in range(2):
-        for hypothesis in range(3):
-            for column, slot in enumerate(ancestors[b, hypothesis]):
-                if slot >= 0:
-                    expected[b, hypothesis, column * 3 + slot] = True
-    mask = batched_ancestor_mask(jnp.asarray(ancestors), jnp.arange(3))
-    assert_array_equal(mask, expected)
-    assert_array_equal(ancestor_mask(jnp.asarray(ancestors[1]), jnp.arange(3)), expected[1])

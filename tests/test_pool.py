@@ -33,6 +33,11 @@ class History(NamedTuple):
         more = max(capacity - self.read.shape[2], 0)
         return self._replace(read=jnp.pad(self.read, ((0, 0), (0, 0), (0, more)))[:, :, :capacity])
 
+    def is_full(self):
+        """As if each token were shared by half of the hypotheses."""
+        distinct = min(self.read.shape[1], 2)
+        return (self.positions + 1) * distinct > self.read.shape[2]
+
 
 class Seeds(NamedTuple):
     """What a source is encoded to, whatever its width."""

@@ -309,7 +309,8 @@ def test_the_length_of_a_row_changes_nothing():
 # ---- decoding is training, one token at a time ----------------------------------------------
 
 SOURCE = one_sentence_per_row(jnp.array([[5, 6, 4, 9, 7, 10, 3], [9, 10, 3, 0, 0, 0, 0]]))
-FIRST_CAPACITY, COLUMNS = 2, 6
+STEPS = 6
+FIRST_STEPS = 2
 NO_PREFIX = jnp.zeros((2, 0), jnp.int32)
 PREFIXES = [jnp.array([[5, 8, 4], [0, 0, 0]]), jnp.array([[9, 0, 0], [4, 6, 0]])]
 
@@ -317,20 +318,21 @@ PREFIXES = [jnp.array([[5, 8, 4], [0, 0, 0]]), jnp.array([[9, 0, 0], [4, 6, 0]])
 def begin(model, beam, prefix):
     """The cache, the log-probabilities of the prefix and the first tokens of decoding."""
     given = prefix if prefix.shape[1] else None
-    cache, log_prob = model.prefill(model.cross, beam, FIRST_CAPACITY, given)
+    cache, log_prob = model.prefill(model.cross, beam, FIRST_STEPS * beam, given)
     tokens = np.repeat(np.asarray(first_tokens(prefix))[:, None], beam, axis=1)
     return cache, np.asarray(log_prob), tokens
 
 
-def decode(model, cache, tokens, number):
+def decode(model, cache, tokens, number, capacity):
     """Take decoding step `number`; the cache is resized when its first capacity is used up."""
-    if number == FIRST_CAPACITY:
-        cache = resize(cache, COLUMNS)
+    if number == FIRST_STEPS:
+        cache = resize(cache, capacity)
+    assert not cache.is_full().any()
     scores, cache = model.decode_step(jnp.asarray(tokens, jnp.int32), model.cross, cache)
     return np.asarray(scores), cache
 
 
-resize = jax.jit(lambda cache, columns: cache.resize(columns), static_argnums=1)
+resize = jax.jit(lambda cache, entries: cache.resize(entries), static_argnums=1)
 reorder = jax.jit(lambda cache, parents: cache.reorder(parents))
 
 
@@ -340,8 +342,10 @@ def decode_at_random(model, beam, prefix, seed=0):
     cache, _, tokens = begin(model, beam, prefix)
     histories = [[[int(i) for i in row if i]] * beam for row in prefix]
     met = []
-    for number in range(COLUMNS - prefix.shape[1]):
-        scores, cache = decode(model, cache, tokens, number)
+    # Less than they would need if they shared no ancestors.
+    capacity = STEPS + 4 * (beam - 1)
+    for number in range(STEPS - prefix.shape[1]):
+        scores, cache = decode(model, cache, tokens, number, capacity)
         for row in (0, 1):
             met += zip([row] * beam, histories[row], scores[row], strict=True)
         parents = numbers.integers(0, beam, (2, beam))
@@ -400,13 +404,13 @@ def test_hypotheses_after_a_prefix_get_the_scores_of_training(name, prefix):
 
 @prefixes
 def test_a_prefix_read_at_once_is_the_prefix_read_token_by_token(prefix):
-    """Section 3.1: and then the same tokens follow, up to the last column."""
+    """Section 3.1: and then the same tokens follow, up to the last one."""
     model, beam = tiny("post"), 3
     lengths = [int((row != 0).sum()) for row in prefix]
     cache, log_prob, tokens = begin(model, beam, prefix)
     at_once = []
     for number, token in enumerate((6, 9, 7)):
-        scores, cache = decode(model, cache, tokens, number)
+        scores, cache = decode(model, cache, tokens, number, beam * STEPS)
         at_once.append(scores[:, 0])
         tokens = np.full((2, beam), token)
     read = [
@@ -416,9 +420,9 @@ def test_a_prefix_read_at_once_is_the_prefix_read_token_by_token(prefix):
     cache, nothing, _ = begin(model, beam, NO_PREFIX)
     assert nothing.shape == (2, 0)
     one_by_one = []
-    for column in range(6):
-        tokens = np.array([[read[0][column]] * beam, [read[1][column]] * beam])
-        scores, cache = decode(model, cache, tokens, column)
+    for number in range(STEPS):
+        tokens = np.array([[read[0][number]] * beam, [read[1][number]] * beam])
+        scores, cache = decode(model, cache, tokens, number, beam * STEPS)
         one_by_one.append(scores[:, 0])
     for row, length in enumerate(lengths):
         for later in range(3):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
@@ -60,6 +60,10 @@ class RecurrentCache(NamedTuple):
     def resize(self, capacity: int) -> "RecurrentCache":
         """Return the cache as it is."""
         return self
+
+    def is_full(self) -> Bool[Array, " batch"]:
+        """Return that there is always room."""
+        return jnp.zeros(self.states.shape[0], bool)
 
 
 class FixedVectorRNN(nn.Module):

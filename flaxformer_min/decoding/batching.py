@@ -208,9 +208,7 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        # An exact beam search goes on for long after the best translation has ended.
-        exact = job.rules.competing and not job.options.early_stopping
-        return pool_shape(slots, width, steps, roomy=slots == 1 or exact, prefix=job.prefix)
+        return pool_shape(slots, width, steps, job.rules, job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.
@@ -254,15 +252,22 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in BATCHES if size < most), most]
 
 
-def pool_shape(
-    slots: int, width: int, steps: int, roomy: bool = False, prefix: int = 0
-) -> PoolShape:
-    """Return the shape of a pool of so many sentences, with room for the longest if `roomy`.
+def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0) -> PoolShape:
+    """Return the shape of a pool of so many sentences.
 
-    Attention reads the whole capacity, and few translations need much more than their source.
+    Attention reads the whole capacity. Few translations need much more than their source, and
+    hypotheses share most of their tokens.
     """
-    capacity = steps if roomy else min(width + width // 8 + 4, steps)
-    return PoolShape(slots, width, capacity, steps, prefix)
+    beam = rules.beam_size
+    most = steps * beam
+    if slots == 1:
+        return PoolShape(slots, width, most, steps, prefix)
+    tokens = width + width // 8 + 4
+    if rules.competing and not rules.early_stopping:
+        # An exact search goes on for long after the best translation has ended.
+        tokens = width + width // 2 + 4
+    capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
+    return PoolShape(slots, width, min(capacity, most), steps, prefix)
 
 
 @contextlib.contextmanager

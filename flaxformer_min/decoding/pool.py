@@ -22,7 +22,6 @@ from flaxformer_min.model.attention import resize_axis
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
-
 FEWER = (4, 16)
 """The parts of its slots in which a pool goes on when so few sentences are left."""
 
@@ -33,7 +32,7 @@ class PoolShape:
 
     slots:    sentences at once, and most newcomers of a call.
     width:    tokens that sources are padded to.
-    capacity: new tokens that the cache has room for.
+    capacity: new tokens that the cache of a sentence has room for, all hypotheses together.
     steps:    most new tokens of any sentence.
     prefix:   tokens that forced prefixes are padded to.
     """
@@ -323,10 +322,11 @@ def _record(now: _Call, slots: Int[Array, " some"]) -> Report:
 
 
 def _stop_outgrown(pool: Pool, shape: PoolShape) -> Pool:
-    if shape.capacity >= shape.steps:
-        return pool
     progress = pool.state.progress
-    outgrown = pool.state.is_alive() & (progress.length >= shape.capacity)
+    if shape.capacity >= shape.steps * progress.alive.token.shape[1]:
+        return pool
+    is_full = jnp.stack([cache.is_full() for _, cache in pool.state.cache]).any(axis=0)
+    outgrown = pool.state.is_alive() & is_full
     pool = pool._replace(outgrown=pool.outgrown | outgrown)
     return _with_log_prob(pool, jnp.where(outgrown[:, None], -jnp.inf, progress.alive.log_prob))
 

@@ -109,6 +109,14 @@ class Job:
         limit = self.length(line) + self.options.max_extra_tokens
         return min(limit, self.runner.max_positions or limit)
 
+    def rooms(self, tokens: int) -> tuple[int, ...]:
+        """Return the capacities for so many tokens: one that is rarely too small, and the most.
+
+        Hypotheses that compete share most of their tokens.
+        """
+        most = tokens * self.options.beam_size
+        return (min(2 * tokens, most), most) if self.rules.competing else (most,)
+
     def newcomers(self, of_devices: list[list[int]], shape: PoolShape) -> Newcomers:
         """Return the arrays of the lines that join the pool of each device."""
         each = [self._newcomers(lines, shape) for lines in of_devices]
@@ -142,6 +150,7 @@ class Lanes:
         # The last of each is the next.
         self.waiting = [*reversed(lines)]
         self.outgrown: list[int] = []
+        self.outgrew: dict[int, int] = {}
         self.shape: PoolShape | None = None
         self.lines: list[list[int | None]] = []
 
@@ -172,13 +181,17 @@ class Lanes:
             if shape is None or not queue:
                 continue
             line = queue[-1]
-            has_room = queue is self.waiting or self.job.limit(line) <= shape.capacity
+            has_room = queue is self.waiting or self._room(line) <= shape.capacity
             if has_room and self._width(line) <= shape.width <= 4 * self._width(line):
                 return queue
         return []
 
     def _width(self, line: int) -> int:
         return bucket(self.job.length(line), self.job.runner.lengths)
+
+    def _room(self, line: int) -> int:
+        """Return the capacity with which a line should begin again."""
+        return bucket(self.outgrew.get(line, 0) + 1, self.job.rooms(self.job.limit(line)))
 
     def _prepare(self) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
@@ -230,11 +243,11 @@ class Lanes:
         fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
         shape = runner.shape(job, width, fitting, least)
-        is_last = len(waiting) + len(lines) - 1 <= 2 * shape.slots * devices
-        before = self.shape.capacity if fullest else 0
-        if is_last or not self.waiting or before > shape.capacity:
-            return dataclasses.replace(shape, capacity=shape.steps)
-        return shape
+        least = self.shape.capacity if fullest else 0
+        if len(self.waiting) <= runner.batch_size // 4 * devices:
+            least = max([least, *map(self._room, waiting)])
+        rooms = shape.capacity, *job.rooms(shape.steps)
+        return dataclasses.replace(shape, capacity=bucket(least, rooms))
 
     def _fullest(self) -> int:
         """Return the most sentences that are alive on one device."""
@@ -272,6 +285,7 @@ class Lanes:
                 lines[row] = None
                 if outcome.outgrown[row]:
                     self.outgrown.append(line)
+                    self.outgrew[line] = self.shape.capacity
                 else:
                     usage.needed += int(outcome.lanes[row])
                     rows.append((device, row))

@@ -85,7 +85,7 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
         encoded = apply(tokens, method="encode")
         cross = apply(encoded, tokens, method="precompute_cross_attention")
         steps = source.shape[1] + decoding.max_extra_tokens
-        cache, _ = apply(cross, decoding.beam_size, steps, method="prefill")
+        cache, _ = apply(cross, decoding.beam_size, decoding.beam_size * steps, method="prefill")
 
         def decode_step(newest: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             return apply(newest, cross, cache, method="decode_step")

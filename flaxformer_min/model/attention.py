@@ -149,16 +149,16 @@ class KeyValue(NamedTuple):
         """Return the keys in the layout of the values."""
         return self.transposed_keys.swapaxes(2, 3)
 
-    def store(self, new: "KeyValue", positions: Int[Array, " batch"]) -> "KeyValue":
-        """Return a copy with `new` of each sentence stored from its own position on.
+    def store(self, new: "KeyValue", entries: Int[Array, "batch new"]) -> "KeyValue":
+        """Return a copy with `new` of each sentence stored at positions of its own.
 
         >>> empty, new = (KeyValue.of(*(jnp.full((1, 1, n, 1), n - 1.0),) * 2) for n in (1, 2))
-        >>> empty.resize(3).store(new, jnp.array([1])).values.ravel().tolist()
-        [0.0, 1.0, 1.0]
+        >>> empty.resize(3).store(new, jnp.array([[2, 0]])).values.ravel().tolist()
+        [1.0, 0.0, 1.0]
         """
         return KeyValue(
-            store_at(self.transposed_keys, new.transposed_keys, positions, axis=2),
-            store_at(self.values, new.values, positions, axis=1),
+            store_at(self.transposed_keys, new.transposed_keys, entries, axis=2),
+            store_at(self.values, new.values, entries, axis=1),
         )
 
     def resize(self, positions: int) -> "KeyValue":

@@ -6,13 +6,11 @@ tokens before it, whose keys and values are cached here.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from flaxformer_min.model.attention import KeyValue, resize_axis
-
-UNFILLED = -1
-"""Entry of `Cache.ancestors` for a column without a token of the hypothesis."""
 
 
 class CrossAttentionCache(NamedTuple):
@@ -34,26 +32,57 @@ class CrossAttentionCache(NamedTuple):
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.
 
-    They stay where they were first stored; when hypotheses branch or die, only the small table
-    `ancestors` is reordered (see `masks.ancestor_mask`).
+    They stay in the entry where they were first stored. Hypotheses share the tokens of their common
+    ancestors; when they branch or die, only the small table `visible` is reordered, and an entry
+    that none of them sees any more is used again.
 
-    self_attention_kv: of each layer, [batch heads columns*beam d_k].
-    ancestors: the slot that each column of each hypothesis was stored in; UNFILLED if none was.
-    positions: the next token's position in its own sentence, and the column it is stored in.
+    self_attention_kv: of each layer, [batch heads entries d_k].
+    visible:   the entries that each hypothesis attends to: the tokens of its ancestors.
+    positions: the next token's position in its own sentence.
     """
 
     self_attention_kv: tuple[KeyValue, ...]
-    ancestors: Int[Array, "batch beam columns"]
+    visible: Bool[Array, "batch beam entries"]
     positions: Int[Array, " batch"]
+
+    def claim(
+        self, hypotheses: int
+    ) -> tuple[Bool[Array, "batch hypotheses entries"], Int[Array, "batch hypotheses"]]:
+        """Return a free entry for the next token of the first hypotheses, and what they then see.
+
+        The entries are right while the cache is not full.
+        """
+        entries = batched_free_entries(self.visible, hypotheses)
+        numbers = jnp.arange(self.visible.shape[2], dtype=jnp.int32)
+        claimed = entries[:, :, None] == numbers[None, None, :]
+        return self.visible[:, :hypotheses] | claimed, entries
+
+    def is_full(self) -> Bool[Array, " batch"]:
+        """Return whether there are fewer free entries than hypotheses."""
+        seen = self.visible.any(axis=1).sum(axis=1, dtype=jnp.int32)
+        return seen + self.visible.shape[1] > self.visible.shape[2]
 
     def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
         """Return the cache in which hypothesis i continues hypothesis `parents[i]`."""
-        ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None], axis=1)
-        return self._replace(ancestors=ancestors)
+        return self._replace(visible=jnp.take_along_axis(self.visible, parents[:, :, None], axis=1))
 
-    def resize(self, columns: int) -> "Cache":
-        """Return the cache with a capacity of `columns` tokens; what is beyond it is dropped."""
-        beam = self.ancestors.shape[1]
-        resized = tuple(layer.resize(columns * beam) for layer in self.self_attention_kv)
-        ancestors = resize_axis(self.ancestors, columns, axis=2, fill=UNFILLED)
-        return self._replace(self_attention_kv=resized, ancestors=ancestors)
+    def resize(self, entries: int) -> "Cache":
+        """Return the cache with so many entries; those beyond are dropped."""
+        resized = tuple(layer.resize(entries) for layer in self.self_attention_kv)
+        return self._replace(
+            self_attention_kv=resized, visible=resize_axis(self.visible, entries, axis=2)
+        )
+
+
+def free_entries(visible: Bool[Array, "beam entries"], number: int) -> Int[Array, " number"]:
+    """Return the first entries that no hypothesis sees; 0 where there are too few.
+
+    >>> free_entries(jnp.array([[1, 0, 1, 0, 0], [1, 0, 0, 0, 0]], bool), 2)
+    Array([1, 3], dtype=int32)
+    """
+    counted = jnp.cumsum(~visible.any(axis=0), dtype=jnp.int32)
+    wanted = jnp.arange(1, number + 1, dtype=jnp.int32)
+    return jnp.argmax(counted[None, :] == wanted[:, None], axis=1).astype(jnp.int32)
+
+
+batched_free_entries = jax.vmap(free_entries, in_axes=(0, None))

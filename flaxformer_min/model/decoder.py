@@ -32,16 +32,16 @@ class DecoderLayer(nn.Module):
         self_mask: Bool[Array, "batch target keys"],
         cross_mask: Bool[Array, "batch target source"],
         cached: KeyValue | None = None,
-        positions: Int[Array, " batch"] | None = None,
+        entries: Int[Array, "batch target"] | None = None,
     ) -> tuple[Float[Array, "batch target d_model"], KeyValue]:
         """Return the output of the layer, and the keys and values that self-attention used.
 
-        In training these are those of `x`; in decoding, `cached` with those of `x` stored from
-        `positions` on.
+        In training these are those of `x`; in decoding, `cached` with those of `x` stored at
+        `entries`.
         """
         y = self.self_attention_norm.before(x)
         own = self.self_attention.keys_values(y)
-        used = own if cached is None else cached.store(own, positions)
+        used = own if cached is None else cached.store(own, entries)
         x = self.self_attention_norm.add(x, self.self_attention(y, used, self_mask))
         y = self.cross_attention_norm.before(x)
         x = self.cross_attention_norm.add(x, self.cross_attention(y, source, cross_mask))
@@ -76,12 +76,12 @@ class Decoder(nn.Module):
         self_mask: Bool[Array, "batch target keys"],
         cross_mask: Bool[Array, "batch target source"],
         cached: tuple[KeyValue, ...] | None = None,
-        positions: Int[Array, " batch"] | None = None,
+        entries: Int[Array, "batch target"] | None = None,
     ) -> tuple[Float[Array, "batch target d_model"], tuple[KeyValue, ...]]:
         """Return the hidden states of embedded target tokens, and each layer's `KeyValue`."""
         all_used = []
         for number, layer in enumerate(self.layer):
             before = None if cached is None else cached[number]
-            x, used = layer(x, source[number], self_mask, cross_mask, before, positions)
+            x, used = layer(x, source[number], self_mask, cross_mask, before, entries)
             all_used.append(used)
         return self.final_norm(x) if self.config.norm == "pre" else x, tuple(all_used)

@@ -48,23 +48,6 @@ def look_ahead_mask(
     return query_positions[:, None] >= key_positions[None, :]
 
 
-def ancestor_mask(
-    ancestors: Int[Array, "hypotheses columns"], slots: Int[Array, " slots"]
-) -> Bool[Array, "hypotheses positions"]:
-    """Return the mask by which a hypothesis may attend to the tokens of its own ancestors.
-
-    In decoding, all hypotheses of a sentence share one cache; position `column * slots + slot`
-    has the token that the hypothesis in `slot` chose at `column`. `ancestors` is the slot of each
-    hypothesis's ancestor at each column, or -1 for a column that it has not reached.
-
-    >>> ancestor_mask(jnp.array([[0, 1, -1], [0, 0, -1]]), jnp.arange(2)).astype(int)
-    Array([[1, 0, 0, 1, 0, 0],
-           [1, 0, 1, 0, 0, 0]], dtype=int32)
-    """
-    return (ancestors[:, :, None] == slots[None, None, :]).reshape(ancestors.shape[0], -1)
-
-
 batched_padding_mask = jax.vmap(padding_mask)
 batched_segment_mask = jax.vmap(segment_mask)
 batched_look_ahead_mask = jax.vmap(look_ahead_mask)
-batched_ancestor_mask = jax.vmap(ancestor_mask, in_axes=(0, None))

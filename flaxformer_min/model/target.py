@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -49,22 +48,27 @@ def compute_dtype(config: ModelConfig) -> str:
     return "bfloat16" if target_platform() == "tpu" or _cuda_capability() >= 8 else "float32"
 
 
-def store_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
-    """Store `new` from a position of `axis` on that is each sentence's own."""
+def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
+    """Store `new` at entries of `axis` that are each sentence's own."""
     if target_platform() == "tpu":
-        return _select_at(stored, new, positions, axis + 1)
-    of_sentence = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-    return jax.vmap(of_sentence)(stored, new, positions)
+        return _select_at(stored, new, entries, axis + 1)
+
+    def of_sentence(stored: Array, new: Array, entries: Array) -> Array:
+        index = (*[slice(None)] * axis, entries)
+        return stored.at[index].set(new, mode="promise_in_bounds", unique_indices=True)
+
+    return jax.vmap(of_sentence)(stored, new, entries)
 
 
-def _select_at(stored: Array, new: Array, positions: Int[Array, " batch"], axis: int) -> Array:
+def _select_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
     """Store like `store_at`, writing everything: a TPU would store sentence by sentence."""
     shape = [1] * stored.ndim
     shape[0], shape[axis] = stored.shape[0], stored.shape[axis]
-    place = jnp.arange(stored.shape[axis], dtype=jnp.int32)[None, :] - positions[:, None]
+    place = jnp.arange(stored.shape[axis], dtype=jnp.int32)[None, :]
     for number in range(new.shape[axis]):
         one = jax.lax.slice_in_dim(new, number, number + 1, axis=axis)
-        stored = jnp.where((place == number).reshape(shape), one, stored)
+        is_here = place == entries[:, number, None]
+        stored = jnp.where(is_here.reshape(shape), one, stored)
     return stored
 
 

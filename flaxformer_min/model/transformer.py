@@ -29,16 +29,12 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.attention import KeyValue, store_at
-from flaxformer_min.model.cache import UNFILLED, Cache, CrossAttentionCache
+from flaxformer_min.model.attention import KeyValue
+from flaxformer_min.model.cache import Cache, CrossAttentionCache
 from flaxformer_min.model.decoder import Decoder
 from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
-from flaxformer_min.model.masks import (
-    batched_ancestor_mask,
-    batched_look_ahead_mask,
-    batched_segment_mask,
-)
+from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.positions import PositionFunction
 from flaxformer_min.model.target import compute_dtype
@@ -116,7 +112,10 @@ class Transformer(nn.Module):
         capacity: int,
         prefix: Int[Array, "batch prefix"] | None = None,
     ) -> tuple[Cache, Float[Array, "batch prefix"]]:
-        """Return a cache for `beam_size` hypotheses of `capacity` tokens after a forced `prefix`.
+        """Return a cache for `beam_size` hypotheses after a forced `prefix`.
+
+        Besides the prefix, it has room for `capacity` tokens of all hypotheses together. Enough is
+        `beam_size` times the longest translation, and less where hypotheses share ancestors.
 
         A prefix has target ids without BOS and EOS, padded at the end with PAD, and is read in
         one pass. Also returns the log-probability of each prefix token in nats, 0 for PAD.
@@ -125,31 +124,20 @@ class Transformer(nn.Module):
         batch, config = cross.segments.shape[0], self.config
         if prefix is None:
             prefix = jnp.zeros((batch, 0), jnp.int32)
-        length = prefix.shape[1]
-        columns = length + capacity
-        shape = (batch, config.num_heads, columns * beam_size, config.d_model // config.num_heads)
-        empty = KeyValue.of(*(jnp.zeros(shape, compute_dtype(config)),) * 2)
-        ancestors = jnp.full((batch, beam_size, columns), UNFILLED, jnp.int32)
-        if not length:
-            positions = jnp.zeros(batch, jnp.int32)
-            cache = Cache((empty,) * config.num_layers, ancestors, positions)
-            return cache, jnp.zeros((batch, 0), jnp.float32)
         tokens = one_sentence_per_row(prefix)
-        x, prefix_kv = self._decode_all(shift_right(tokens), cross)
-        log_probs = jax.nn.log_softmax(self.logits(x))
-        chosen = jnp.take_along_axis(log_probs, prefix[:, :, None], axis=-1)[:, :, 0]
-        first_slot = slice(0, length * beam_size, beam_size)
-        filled = tuple(
-            KeyValue.of(
-                empty.keys.at[:, :, first_slot].set(new.keys),
-                empty.values.at[:, :, first_slot].set(new.values),
-            )
-            for new in prefix_kv
+        shape = (batch, config.num_heads, 0, config.d_model // config.num_heads)
+        none = KeyValue.of(*(jnp.zeros(shape, compute_dtype(config)),) * 2)
+        prefix_kv, log_probs = (none,) * config.num_layers, jnp.zeros(prefix.shape, jnp.float32)
+        if prefix.shape[1]:
+            x, prefix_kv = self._decode_all(shift_right(tokens), cross)
+            of_all = jax.nn.log_softmax(self.logits(x))
+            log_probs = jnp.take_along_axis(of_all, prefix[:, :, None], axis=-1)[:, :, 0]
+            log_probs = log_probs * tokens.segments.astype(jnp.float32)
+        visible = jnp.broadcast_to(
+            tokens.segments[:, None] > 0, (batch, beam_size, prefix.shape[1])
         )
-        ancestors = ancestors.at[:, :, :length].set(tokens.segments[:, None, :] - 1)
-        lengths = tokens.segments.sum(1, dtype=jnp.int32)
-        cache = Cache(filled, ancestors, lengths)
-        return cache, chosen * tokens.segments.astype(jnp.float32)
+        cache = Cache(prefix_kv, visible, tokens.segments.sum(1, dtype=jnp.int32))
+        return cache.resize(prefix.shape[1] + capacity), log_probs
 
     def decode_step(
         self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
@@ -158,22 +146,21 @@ class Transformer(nn.Module):
 
         The hypotheses of a sentence take the axis that a sentence's tokens have in training: they
         are the queries of one attention over the tokens of all of them, and the mask keeps them
-        apart. There may be fewer of them than the cache has slots.
+        apart. There may be fewer of them than the cache is for.
         """
-        slots = jnp.arange(cache.ancestors.shape[1], dtype=jnp.int32)
-        newest = jnp.broadcast_to(slots[None, : tokens.shape[1], None], (*tokens.shape, 1))
-        ancestors = store_at(cache.ancestors, newest, cache.positions, axis=1)
+        hypotheses = tokens.shape[1]
+        visible, entries = cache.claim(hypotheses)
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
         x, self_attention_kv = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
             cross.keys_values,
-            batched_ancestor_mask(ancestors[:, : tokens.shape[1]], slots),
+            visible,
             batched_segment_mask(jnp.ones_like(tokens), cross.segments),
             cache.self_attention_kv,
-            cache.positions * slots.size,
+            entries,
         )
-        cache = Cache(self_attention_kv, ancestors, cache.positions + 1)
-        return self.logits(x), cache
+        visible = jnp.concatenate([visible, cache.visible[:, hypotheses:]], axis=1)
+        return self.logits(x), Cache(self_attention_kv, visible, cache.positions + 1)
 
     def _decode_all(
         self, target: Tokens, cross: CrossAttentionCache
