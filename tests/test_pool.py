@@ -178,7 +178,9 @@ def test_sentences_that_join_move_and_begin_again_are_searched_as_alone(cores, m
 def test_lanes_are_counted_as_by_hand(monkeypatch):
     """Without EOS, a beam of 4 takes one lane at first, then four up to the limit."""
     sources = make_sources([5, 9, 7, 16, 12])
-    _, runner = find(make_table(eos=-30.0), sources, max_extra_tokens=3, length_penalty=0.0)
+    _, runner = find(
+        make_table(eos=-30.0), sources, batch_size=32, max_extra_tokens=3, length_penalty=0.0
+    )
     limits = [len(source) + 3 for source in sources.values()]
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
@@ -238,3 +240,11 @@ def test_one_long_sentence_has_a_pool_of_its_own():
     ]
     assert sorted(found) == sorted(sources)
     assert {(shape.slots, shape.width) for shape in shapes} == {(1, 128), (8, 16)}
+
+
+def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
+    """It comes when they are done, in a pool of its own."""
+    sources = make_sources([9, 500, 11])
+    _, runner = find(make_table(eos=-30.0), sources, batch_size=64, max_extra_tokens=2)
+    capacities = {key[2].width: key[2].capacity for key in runner._programs if key[0] == "run"}
+    assert capacities == {16: 49, 512: 4 * 514}

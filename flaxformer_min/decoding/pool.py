@@ -23,7 +23,7 @@ from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
 FEWER = (4, 16)
-"""The parts of its slots in which a pool goes on when so few sentences are left."""
+"""The parts of its slots in which the last pool goes on when so few sentences are left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class PoolShape:
     capacity: new tokens that the cache of a sentence has room for, all hypotheses together.
     steps:    most new tokens of any sentence.
     prefix:   tokens that forced prefixes are padded to.
+    last:     whether the last sentences go on in fewer slots, which takes longer to compile.
     """
 
     slots: int
@@ -42,6 +43,7 @@ class PoolShape:
     capacity: int
     steps: int
     prefix: int = 0
+    last: bool = False
 
 
 class Newcomers(NamedTuple):
@@ -134,7 +136,7 @@ def run(
         return _step(search, now, shape)
 
     most_alive = shape.slots - least_idle
-    fewer = [shape.slots // part for part in FEWER if shape.slots >= part]
+    fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots >= part]
     enough = jnp.maximum(most_alive, max(fewer, default=0))
 
     def is_busy(now: _Call) -> Array:

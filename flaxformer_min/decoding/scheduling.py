@@ -190,7 +190,7 @@ class Lanes:
         return bucket(self.job.length(line), self.job.runner.lengths)
 
     def _room(self, line: int) -> int:
-        """Return the capacity with which a line should begin again."""
+        """Return the capacity with which a line begins again."""
         return bucket(self.outgrew.get(line, 0) + 1, self.job.rooms(self.job.limit(line)))
 
     def _prepare(self) -> None:
@@ -239,15 +239,16 @@ class Lanes:
         widths = [self._width(line) for line in few]
         width = max([width, *(each for each in widths if each <= 4 * width)])
         waiting = [*self.waiting, *self.outgrown]
-        fitting = sum(self._width(line) <= width for line in waiting) + len(lines) - 1
+        fitting = [line for line in waiting if self._width(line) <= width]
         fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
-        shape = runner.shape(job, width, fitting, least)
-        least = self.shape.capacity if fullest else 0
-        if len(self.waiting) <= runner.batch_size // 4 * devices:
-            least = max([least, *map(self._room, waiting)])
-        rooms = shape.capacity, *job.rooms(shape.steps)
-        return dataclasses.replace(shape, capacity=bucket(least, rooms))
+        shape = runner.shape(job, width, len(fitting) + len(lines) - 1, least)
+        room = self.shape.capacity if fullest else 0
+        is_last = len(self.waiting) <= runner.batch_size // 4 * devices
+        if is_last:
+            room = max([room, *map(self._room, fitting)])
+        capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps)))
+        return dataclasses.replace(shape, capacity=capacity, last=is_last and shape.slots > 1)
 
     def _fullest(self) -> int:
         """Return the most sentences that are alive on one device."""
