@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 FIRST_REGULAR_ID = max(PAD, UNK, BOS, EOS) + 1
@@ -15,6 +16,9 @@ FIRST_REGULAR_ID = max(PAD, UNK, BOS, EOS) + 1
 BLOCKS = (40, 64)
 """Block sizes of `top_k_tokens`: the first one that divides the vocabulary is used. With a
 remainder, a CPU takes three times as long, because the logits are copied."""
+
+LANES = 128
+"""Their size on a TPU, where columns of another number are moved first."""
 
 
 class Sampling(NamedTuple):
@@ -72,6 +76,8 @@ def top_k_tokens(
     """
     beam, vocab = logits.shape
     size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
+    if target_platform() == "tpu":
+        size = LANES
     full = max(vocab // size, 1)
     # Only the first block is sliced to exclude special tokens, and an incomplete last one is
     # separate: slicing or padding all logits would copy them.

@@ -49,9 +49,12 @@ def compute_dtype(config: ModelConfig) -> str:
 
 
 def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
-    """Store `new` at entries of `axis` that are each sentence's own."""
+    """Store `new` [batch heads ..] at entries of `axis` that are each sentence's own.
+
+    `axis` is 1 or 2 of a sentence's own [heads entries d_k] or [heads d_k entries].
+    """
     if target_platform() == "tpu":
-        return _select_at(stored, new, entries, axis + 1)
+        return _place_at(stored, new, entries, axis)
 
     def of_sentence(stored: Array, new: Array, entries: Array) -> Array:
         index = (*[slice(None)] * axis, entries)
@@ -60,16 +63,14 @@ def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: 
     return jax.vmap(of_sentence)(stored, new, entries)
 
 
-def _select_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
+def _place_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
     """Store like `store_at`, writing everything: a TPU would store sentence by sentence."""
-    shape = [1] * stored.ndim
-    shape[0], shape[axis] = stored.shape[0], stored.shape[axis]
-    place = jnp.arange(stored.shape[axis], dtype=jnp.int32)[None, :]
-    for number in range(new.shape[axis]):
-        one = jax.lax.slice_in_dim(new, number, number + 1, axis=axis)
-        is_here = place == entries[:, number, None]
-        stored = jnp.where(is_here.reshape(shape), one, stored)
-    return stored
+    numbers = jnp.arange(stored.shape[axis + 1], dtype=jnp.int32)
+    is_here = entries[:, :, None] == numbers[None, None, :]
+    product, others = ("bhkd,bkn->bhnd", (1, 3)) if axis == 1 else ("bhdk,bkn->bhdn", (1, 2))
+    # Exact: each sum has one summand that is not zero.
+    placed = jnp.einsum(product, new, is_here.astype(new.dtype), precision="highest")
+    return jnp.where(jnp.expand_dims(is_here.any(axis=1), others), placed, stored)
 
 
 def _cuda_capability() -> float:
