@@ -248,3 +248,14 @@ def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
     _, runner = find(make_table(eos=-30.0), sources, batch_size=64, max_extra_tokens=2)
     capacities = {key[2].width: key[2].capacity for key in runner._programs if key[0] == "run"}
     assert capacities == {16: 49, 512: 4 * 514}
+
+
+def test_one_long_sentence_costs_no_more_than_its_own_lanes():
+    """Those of the others are what they are without it."""
+    table = make_table(eos=0.7)
+    short = np.random.default_rng(2).integers(5, 15, 90).tolist()
+    computed = [
+        find(table, make_sources(lengths), batch_size=32, max_extra_tokens=20)[1].usage.computed
+        for lengths in (short, [100], [*short, 100])
+    ]
+    assert computed[2] <= computed[0] + computed[1]

@@ -214,26 +214,35 @@ class Lanes:
         return -(-slots // 8)
 
     def _change_shape(self, alive: list[int]) -> None:
-        """Make a pool for the next line, or move those that are alive to one, if it suits them."""
+        """Make a pool for the next line, or move those that are alive to one, if it suits them.
+
+        If no line that waits suits them, they go on among themselves.
+        """
         runner = self.job.runner
-        shape = self._shape_for([*alive, (self.waiting or self.outgrown)[-1]])
+        widest = 4 * min(map(self._width, alive), default=LENGTHS[-1])
+        following = [
+            queue[-1]
+            for queue in (self.waiting, self.outgrown)
+            if queue and self._width(queue[-1]) <= widest
+        ]
+        shape = self._shape_for(alive, following[:1])
         if not alive:
             self.shape = shape
             self.lines = [[None] * shape.slots for _ in runner.devices]
             nobody = self.job.newcomers([[]], shape)
             self.pool = runner.empty_pool(self.job.rules, shape, nobody)
         elif (
-            self._next(shape)
+            (self._next(shape) or not following)
             and self._fullest() <= shape.slots
-            and all(shape.width <= 4 * self._width(line) for line in alive)
+            and shape.width <= widest
             and (shape.width == self.shape.width or can_resize(self.pool))
         ):
             self._move(shape)
 
-    def _shape_for(self, lines: list[int]) -> PoolShape:
-        """Return the shape of a pool for these lines, and for those that come after them."""
+    def _shape_for(self, alive: list[int], following: list[int]) -> PoolShape:
+        """Return the shape of a pool for those alive, who comes next, and those that come later."""
         runner, job, devices = self.job.runner, self.job, len(self.job.runner.devices)
-        width = max(map(self._width, lines))
+        width = max(map(self._width, [*alive, *following]))
         # A pool of its own would be compiled for little if only few lines had this width.
         few = self.waiting[-(runner.batch_size * devices // 4) :]
         widths = [self._width(line) for line in few]
@@ -242,9 +251,10 @@ class Lanes:
         fitting = [line for line in waiting if self._width(line) <= width]
         fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
-        shape = runner.shape(job, width, len(fitting) + len(lines) - 1, least)
+        shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
-        is_last = len(self.waiting) <= runner.batch_size // 4 * devices
+        near = [line for line in self.waiting if self._width(line) <= 4 * width]
+        is_last = len(near) <= runner.batch_size // 4 * devices
         if is_last:
             room = max([room, *map(self._room, fitting)])
         capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps)))
