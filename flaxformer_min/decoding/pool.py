@@ -173,7 +173,7 @@ def _go_on_in(
         order = jnp.argsort(~now.pool.state.is_alive())[:slots]
         few = now._replace(pool=jax.tree.map(lambda leaf: leaf[order], now.pool))
         few = jax.lax.while_loop(is_busy, lambda few: _step(search, few, shape), few)
-        pool = jax.tree.map(lambda all, some: all.at[order].set(some), now.pool, few.pool)
+        pool = jax.tree.map(lambda old, new: old.at[order].set(new), now.pool, few.pool)
         return few._replace(pool=pool)
 
     return jax.lax.while_loop(is_busy, go_on, now)

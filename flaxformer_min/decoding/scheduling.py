@@ -232,7 +232,8 @@ class Lanes:
             nobody = self.job.newcomers([[]], shape)
             self.pool = runner.empty_pool(self.job.rules, shape, nobody)
         elif (
-            (self._next(shape) or not following)
+            shape != self.shape
+            and (self._next(shape) or not following)
             and self._fullest() <= shape.slots
             and shape.width <= widest
             and (shape.width == self.shape.width or can_resize(self.pool))
