@@ -169,13 +169,22 @@ def _inner_jaxpr(equation: Any) -> Any:
 
 
 def _depths_of_loop(params: dict[str, Any], before: list[int]) -> list[int]:
-    constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carries = _constants_and_carries(params)
+    carried = constants + carries
     carry, stacked = before[constants:carried], [0] * len(params["jaxpr"].jaxpr.outvars)
     for _ in range(params["length"]):
         after = _depths(params["jaxpr"].jaxpr, [*before[:constants], *carry, *before[carried:]])
-        carry = after[: params["num_carry"]]
+        carry = after[:carries]
         stacked = list(map(max, stacked, after))
-    return [*carry, *stacked[params["num_carry"] :]]
+    return [*carry, *stacked[carries:]]
+
+
+def _constants_and_carries(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many arguments of a scan are constants, and how many are carried."""
+    if "ft_in" in params:  # since jax 0.12
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def chain_of(model: nn.Module, length: int) -> int:
