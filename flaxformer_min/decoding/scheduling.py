@@ -32,6 +32,9 @@ LONGEST_PREFIX = 2 * LENGTHS[-1]
 BATCHES = (1, 8, 16, 32, 64)
 """Sentences that a pool has, on each device; the configured batch size is the last."""
 
+WIDEST = 4
+"""A sentence is computed in at most so many times its own width."""
+
 MAX_BATCH_TOKENS = 64 * 128
 """Most source tokens of a batch on one device: long sentences come in smaller batches."""
 
@@ -182,7 +185,7 @@ class Lanes:
                 continue
             line = queue[-1]
             has_room = queue is self.waiting or self._room(line) <= shape.capacity
-            if has_room and self._width(line) <= shape.width <= 4 * self._width(line):
+            if has_room and self._width(line) <= shape.width <= WIDEST * self._width(line):
                 return queue
         return []
 
@@ -219,7 +222,7 @@ class Lanes:
         If no line that waits suits them, they go on among themselves.
         """
         runner = self.job.runner
-        widest = 4 * min(map(self._width, alive), default=LENGTHS[-1])
+        widest = WIDEST * min(map(self._width, alive), default=LENGTHS[-1])
         following = [
             queue[-1]
             for queue in (self.waiting, self.outgrown)
@@ -247,14 +250,14 @@ class Lanes:
         # A pool of its own would be compiled for little if only few lines had this width.
         few = self.waiting[-(runner.batch_size * devices // 4) :]
         widths = [self._width(line) for line in few]
-        width = max([width, *(each for each in widths if each <= 4 * width)])
+        width = max([width, *(each for each in widths if each <= WIDEST * width)])
         waiting = [*self.waiting, *self.outgrown]
         fitting = [line for line in waiting if self._width(line) <= width]
         fullest = self._fullest()
         least = max(fullest, runner.batch_size // 4) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
-        near = [line for line in self.waiting if self._width(line) <= 4 * width]
+        near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
         is_last = len(near) <= runner.batch_size // 4 * devices
         if is_last:
             room = max([room, *map(self._room, fitting)])

@@ -48,9 +48,9 @@ class Cache(NamedTuple):
     def claim(
         self, hypotheses: int
     ) -> tuple[Bool[Array, "batch hypotheses entries"], Int[Array, "batch hypotheses"]]:
-        """Return a free entry for the next token of the first hypotheses, and what they then see.
+        """Return what the first hypotheses see with their next tokens, and the entries of these.
 
-        The entries are right while the cache is not full.
+        The entries are free ones while the cache is not full.
         """
         entries = batched_free_entries(self.visible, hypotheses)
         numbers = jnp.arange(self.visible.shape[2], dtype=jnp.int32)

@@ -56,9 +56,9 @@ def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: 
     if target_platform() == "tpu":
         return _place_at(stored, new, entries, axis)
 
-    # Only a sentence that is done, and stays in its slot, has no entries of its own.
     def of_sentence(stored: Array, new: Array, entries: Array) -> Array:
         index = (*[slice(None)] * axis, entries)
+        # Entries repeat only for a sentence that is done, whose cache nobody reads any more.
         return stored.at[index].set(new, mode="promise_in_bounds", unique_indices=True)
 
     return jax.vmap(of_sentence)(stored, new, entries)
