@@ -346,8 +346,9 @@ def model_and_state(config: Any, devices: list[Any]) -> tuple[Any, Any]:
     from flaxformer_min.training.step import initial_state
 
     model = Transformer(config.model)
-    seed = jax.ShapeDtypeStruct((), np.uint32)
-    return model, jax.eval_shape(partial(initial_state, model, config), seed)
+    number = len(devices)
+    start = partial(initial_state, model, config, devices=number, local=number)
+    return model, jax.eval_shape(start, jax.ShapeDtypeStruct((), np.uint32))
 
 
 def batch(config: Any, devices: list[Any]) -> Any:

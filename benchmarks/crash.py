@@ -178,10 +178,10 @@ def newest(workdir: Path) -> tuple[int, dict[str, Any], dict] | None:
 
 @functools.cache
 def _like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    state = jax.eval_shape(functools.partial(init_state, Transformer(config.model), config))
+    content = jax.eval_shape(lambda: init_state(Transformer(config.model), config).to_dict())
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state.to_dict()
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), content
     )
 
 

@@ -16,8 +16,7 @@ from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty, run
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
-from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.step import TrainState, make_train_step
+from flaxformer_min.training.step import initial_state, make_train_step
 
 TESTS = Path(__file__).parent
 
@@ -62,14 +61,9 @@ def test_a_training_step_keeps_every_type(settings):
         gradient_accumulation=2, clip_norm=1.0, ema_decay=0.9, cooldown_steps=2, steps=9
     )
     config = Config(DataConfig(), model, training)
-    params = shapes_of(Transformer(model))
-    state = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32),
-        params,
-        jax.eval_shape(make_optimizer(training).init, params),
-        jax.eval_shape(lambda: jax.random.key(0)),
-        params,
-    )
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    start = partial(initial_state, Transformer(model), config, devices=2, local=2)
+    state = jax.eval_shape(start, seed)
     row = jax.ShapeDtypeStruct((2, 2, 2, 8), jnp.int32)
     batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
     after, metrics = jax.eval_shape(make_train_step(Transformer(model), config), state, batch)

@@ -67,7 +67,7 @@ def restore(
         LOGGER.warning("the training text has changed; continuing at the same position of it.")
     batches.set_state(position)
     LOGGER.info("Continuing from step %s.", f"{step:,}")
-    return TrainState(**restored), Progress(**description["progress"])
+    return TrainState.from_dict(restored), Progress(**description["progress"])
 
 
 def _check_version(folder: Path) -> None:

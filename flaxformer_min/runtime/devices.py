@@ -32,8 +32,16 @@ def configure_cpu_devices(rows: int = 0) -> None:
 
 def same_on(devices: list[jax.Device]) -> jax.sharding.Sharding:
     """Return the sharding of arrays that are replicated on `devices`, as `pmap` uses it."""
-    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return _sharding(devices, jax.sharding.PartitionSpec())
+
+
+def divided_among(devices: list[jax.Device]) -> jax.sharding.Sharding:
+    """Return the sharding of arrays [devices ...], one for each, as `pmap` uses it."""
+    return _sharding(devices, jax.sharding.PartitionSpec("devices"))
+
+
+def _sharding(devices: list[jax.Device], spec: Any) -> jax.sharding.Sharding:
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("devices",)), spec)
 
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:

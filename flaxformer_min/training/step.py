@@ -1,6 +1,6 @@
 """One training step, on all devices at once (sections 5.2-5.4)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.model.target import compiling_for, target_platform
-from flaxformer_min.runtime.devices import same_on
+from flaxformer_min.model.target import compiling_for
+from flaxformer_min.runtime.devices import divided_among, same_on
 from flaxformer_min.tokens import Batch, Tokens
+from flaxformer_min.training import shares
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.schedule import learning_rate
@@ -26,11 +27,12 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class TrainState(NamedTuple):
-    """The state of training, replicated on all devices.
+    """The state of training, replicated on all devices but for `opt_state`.
 
-    step:    steps taken, including skipped ones.
-    key:     random key; dropout masks depend on it and on `step`.
-    average: the moving average of the parameters, or None if `ema_decay` is 0.
+    step:      steps taken, including skipped ones.
+    opt_state: [devices ...], each device's share of the optimizer's state (see `shares`).
+    key:       random key; dropout masks depend on it and on `step`.
+    average:   the moving average of the parameters, or None if `ema_decay` is 0.
     """
 
     step: Int[Array, ""]
@@ -45,16 +47,30 @@ class TrainState(NamedTuple):
         return self.params if self.average is None else self.average
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        """Return the content of a checkpoint, which does not depend on the number of devices."""
+        whole = self._replace(opt_state=shares.join(self.opt_state, self.params))
+        return {name: value for name, value in whole._asdict().items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "TrainState":
+        """Return the state with this content, divided among the devices."""
+        whole = cls(**content)
+        return whole._replace(opt_state=shares.divide(whole.opt_state, whole.params))
 
 
-def initial_state(model: nn.Module, config: Config, seed: UInt[Array, ""]) -> TrainState:
-    """Return the state before the first step."""
+ON_DEVICES = TrainState(None, None, 0, None, None)
+"""The axis of devices of each part of the state, for `pmap`."""
+
+
+def initial_state(
+    model: nn.Module, config: Config, seed: UInt[Array, ""], devices: int, local: int
+) -> TrainState:
+    """Return the state before the first step, for `local` ones of so many devices."""
     tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
     params_key, key = jax.random.split(jax.random.key(seed))
     params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
-    opt_state = make_optimizer(config.training).init(params)
+    of_device = make_optimizer(config.training).init(shares.like_shares(params, devices))
+    opt_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (local, *x.shape)), of_device)
     # A copy, because a buffer cannot be donated twice.
     average = jax.tree.map(jnp.copy, params) if config.training.ema_decay else None
     return TrainState(jnp.int32(0), params, opt_state, key, average)
@@ -63,14 +79,18 @@ def initial_state(model: nn.Module, config: Config, seed: UInt[Array, ""]) -> Tr
 def init_state(
     model: nn.Module, config: Config, while_compiling: Callable[[TrainState], Any] | None = None
 ) -> TrainState:
-    """Return `initial_state`, replicated on the devices of this process.
+    """Return `initial_state` on the devices of this process.
 
     `while_compiling` is called with the shapes of the state while XLA computes it in a thread.
     """
 
     # Every process computes the same state.
-    replicated = same_on(jax.local_devices())
-    make = jax.jit(partial(initial_state, model, config), out_shardings=replicated)
+    devices = jax.local_devices()
+    same, divided = same_on(devices), divided_among(devices)
+    make = jax.jit(
+        partial(initial_state, model, config, devices=jax.device_count(), local=len(devices)),
+        out_shardings=TrainState(same, same, divided, same, same),
+    )
     seed = np.uint32(config.training.seed)
     if while_compiling is None:
         return make(seed)
@@ -153,28 +173,6 @@ def sum_over_devices(tree: Any) -> Any:
     return jax.lax.psum(tree, "devices")
 
 
-def gradient_norm(gradients: Params) -> Float[Array, ""]:
-    """Return the norm of gradients that all devices have.
-
-    On accelerators, each device squares and sums only its share.
-    """
-    if target_platform() == "cpu":
-        return optax.tree.norm(gradients)
-    devices, device = jax.lax.axis_size("devices"), jax.lax.axis_index("devices")
-
-    def share(gradient: Array) -> Array:
-        rows = gradient.shape[0] // devices
-        return jax.lax.dynamic_slice_in_dim(gradient, device * rows, rows)
-
-    divisible, whole = [], []
-    for gradient in jax.tree.leaves(gradients):
-        divides = gradient.ndim and gradient.shape[0] % devices == 0
-        (divisible if divides else whole).append(gradient)
-    parts = [share(each) for each in divisible] + [each / devices**0.5 for each in whole]
-    squares = jnp.stack([jnp.square(each).sum() for each in parts])
-    return jnp.sqrt(sum_over_devices(squares.sum()))
-
-
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
     """Return the exponential moving average after one more step.
 
@@ -216,10 +214,11 @@ def make_train_step(
             total = _sum_of_batches(model, state, batch, training, token_loss)
         sides = [side.segments for side in batch]
         real = sum(jnp.count_nonzero(segments) for segments in sides)
-        (gradients, sums), real = sum_over_devices((total, real))
+        gradients = jax.tree.map(shares.sum_of_share, total[0])
+        sums, real = sum_over_devices((total[1], real))
         tokens = jnp.maximum(sums.tokens, 1.0)
-        with compiling_for(devices), jax.named_scope("gradient_norm"):
-            norm = gradient_norm(gradients) / tokens
+        with jax.named_scope("gradient_norm"):
+            norm = shares.norm(gradients) / tokens
         # Behind the norm, so that an accelerator divides only where Adam reads the gradient.
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
@@ -234,10 +233,15 @@ def make_train_step(
             "skipped": (~finite).astype(jnp.float32),
         }
         with jax.named_scope("adam"):
-            return _updated(state, gradients, finite, optimizer, rate, training), metrics
+            return _updated(state, gradients, norm, finite, optimizer, rate, training), metrics
 
     return jax.pmap(
-        train_step, "devices", in_axes=(None, 0), out_axes=None, donate_argnums=0, devices=devices
+        train_step,
+        "devices",
+        in_axes=(ON_DEVICES, 0),
+        out_axes=(ON_DEVICES, None),
+        donate_argnums=0,
+        devices=devices,
     )
 
 
@@ -269,23 +273,26 @@ def _sum_of_batches(
 def _updated(
     state: TrainState,
     gradients: Params,
+    norm: Float[Array, ""],
     finite: Bool[Array, ""],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     rate: Callable[[Int[Array, ""]], Float[Array, ""]],
     config: TrainingConfig,
 ) -> TrainState:
-    """Return the state after the update, or with nothing but its step changed if not `finite`."""
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    """Return the state after the update, or with nothing but its step changed if not `finite`.
+
+    `gradients` are this device's shares; `norm` is that of the whole gradient.
+    """
+    own = jax.tree.map(shares.own, state.params)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, own, norm=norm)
     updates = jax.tree.map(lambda update: -rate(state.step) * update, updates)
-    params = optax.apply_updates(state.params, updates)
+    new = optax.apply_updates(own, updates), opt_state
+    new_own, opt_state = jax.tree.map(partial(jnp.where, finite), new, (own, state.opt_state))
+    params = jax.tree.map(shares.gathered, new_own, state.params)
     average = state.average
     if average is not None:
-        average = moving_average(average, params, state.step, config.ema_decay)
-    params, opt_state, average = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (params, opt_state, average),
-        (state.params, state.opt_state, state.average),
-    )
+        averaged = moving_average(average, params, state.step, config.ema_decay)
+        average = jax.tree.map(partial(jnp.where, finite), averaged, average)
     return TrainState(state.step + 1, params, opt_state, state.key, average)
 
 
