@@ -307,8 +307,8 @@ class DecodingConfig:
     """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS
     never are."""
 
-    batch_size: int = setting(64, at_least=1, may_change=True)
-    """Most sentences at once on each device."""
+    batch_size: int | None = setting(None, at_least=1, may_change=True)
+    """Most sentences at once on each device. None: 64 on a CPU, 256 on an accelerator."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""

@@ -63,10 +63,10 @@ def loaded_once(monkeypatch):
     """A run is restored and its programs are compiled once for all tests."""
     load = Translator.load
 
-    def load_once(*runs, step=None):
-        key = (*map(str, runs), step, batching.LENGTHS)
+    def load_once(*runs, step=None, dtype=None):
+        key = (*map(str, runs), step, dtype, batching.LENGTHS)
         if key not in LOADED:
-            LOADED[key] = load(*runs, step=step)
+            LOADED[key] = load(*runs, step=step, dtype=dtype)
         translator = object.__new__(Translator)
         vars(translator).update(vars(LOADED[key]))
         translator.runner = copy.copy(translator.runner)  # its batch size may be changed
@@ -187,6 +187,11 @@ def test_the_checkpoint_is_chosen_by_its_step(call, mirror, typed, step):
 def test_the_batch_size_is_the_one_typed(call, mirror):
     call("translate {run} --batch-size 3", b"a\n")
     assert mirror[0].model.runner.batch_size == 3
+
+
+def test_the_type_is_the_one_typed(call, mirror):
+    call("translate {run} --dtype bfloat16", b"a\n")
+    assert mirror[0].model.models[0].config.dtype == "bfloat16"
 
 
 ERRORS = [

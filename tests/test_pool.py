@@ -203,7 +203,7 @@ def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch
     sources = make_sources([*range(17, 25), *range(17, 25), *[36] * 10])
     table, settings = make_table(eos=-30.0), {"max_extra_tokens": 9, "n_best": 2}
     expected, _ = find(table, sources, **settings)
-    monkeypatch.setattr(batching, "MAX_BATCH_TOKENS", 8 * 24)
+    monkeypatch.setattr(batching, "LONGEST_OF_A_FULL_BATCH", 3)  # 64 * 3 = 8 * 24
     found, _ = find(table, sources, **settings)
     for line in sources:
         ids, others = (each[line].ids[:, :33] for each in (found, expected))

@@ -19,7 +19,7 @@ from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import scheduling
-from flaxformer_min.decoding.batching import LENGTHS, MAX_BATCH_TOKENS, bucket
+from flaxformer_min.decoding.batching import LENGTHS, bucket
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
@@ -380,9 +380,24 @@ def test_a_batch_is_padded_to_a_size_that_fits_into_memory(translator, batch_siz
     width = bucket(longest, LENGTHS)
     for sentences in (1, 20, 100, 5_000):
         rows = small._rows(sentences, longest)
-        assert rows * width <= max(MAX_BATCH_TOKENS, width) and rows <= batch_size
+        assert rows * width <= max(small.most_tokens, width) and rows <= batch_size
     for batch in small._batches({number: longest for number in range(300)}):
         assert len(batch) == small._rows(len(batch), longest) or batch[-1] == 299
+
+
+def test_a_run_computes_in_the_type_that_it_is_loaded_with(run, translator):
+    """Another type rounds otherwise, but not much."""
+    pairs = [("the red house", "esuoh der eht"), ("doors", "srood")]
+    other = copy.deepcopy(Translator.load(run, dtype="bfloat16"))
+    assert [model.config.dtype for model in other.models] == ["bfloat16"]
+    exact, rounded = ([each.log_prob for each in one.score(pairs)] for one in (translator, other))
+    assert rounded != exact and rounded == pytest.approx(exact, rel=0.02)
+    assert len(other.translate(mixed_lines(3))) == 3
+
+
+def test_a_type_that_there_is_not_is_refused(run):
+    with pytest.raises(ValueError, match="model.dtype must be one of .* got 'float16'"):
+        Translator.load(run, dtype="float16")
 
 
 def test_one_text_is_no_list_of_texts(translator):

@@ -13,7 +13,7 @@ def load(args: argparse.Namespace) -> Any:
     from flaxformer_min.decoding.translator import Translator
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about its own defaults
-    translator = Translator.load(*args.runs, step=args.step)
+    translator = Translator.load(*args.runs, step=args.step, dtype=getattr(args, "dtype", None))
     if getattr(args, "batch_size", None):
         translator.runner.batch_size = args.batch_size
     return translator

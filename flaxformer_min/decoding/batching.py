@@ -30,8 +30,9 @@ from flaxformer_min.decoding.pool import (
 from flaxformer_min.decoding.scheduling import (
     BATCHES,
     LENGTHS,
+    LONGEST_OF_A_FULL_BATCH,
     LONGEST_PREFIX,
-    MAX_BATCH_TOKENS,
+    USUAL_BATCH,
     Job,
     Lanes,
     Options,
@@ -53,22 +54,28 @@ class BatchRunner:
 
     models:         Linen modules with the methods that decoding uses (see docs/extending.md).
     params:         the parameters of each.
-    batch_size:     most sentences at once on each device.
+    batch_size:     most sentences at once on each device; None: as suits the device.
     max_positions:  positions that the models have learned vectors for; 0: no limit.
     compilations:   how many programs have been compiled so far.
     """
 
     def __init__(
-        self, models: Sequence[Any], params: Sequence[Any], batch_size: int, max_positions: int = 0
+        self,
+        models: Sequence[Any],
+        params: Sequence[Any],
+        batch_size: int | None = None,
+        max_positions: int = 0,
     ):
         """Put the parameters on the devices; nothing is compiled yet."""
-        self.models, self.batch_size = list(models), batch_size
-        self.max_positions = max_positions
+        self.models, self.max_positions = list(models), max_positions
         self.lengths = LENGTHS
         if max_positions:
             self.lengths = (*(each for each in LENGTHS if each < max_positions), max_positions)
         devices = jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
+        usual = USUAL_BATCH["cpu" if on_cpu else "accelerator"]
+        self.batch_size = batch_size or usual
+        self.most_tokens = usual * LONGEST_OF_A_FULL_BATCH
         # Cores share one device: programs are compiled once, and weights are in the cache once.
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
         self.compilations, self.usage = 0, Usage()
@@ -193,7 +200,7 @@ class BatchRunner:
 
     def _size(self, sentences: int, width: int) -> int:
         """Return the first of a few sizes that holds so many sentences, or the largest allowed."""
-        full = min(self.batch_size, max(MAX_BATCH_TOKENS // width, 1))
+        full = min(self.batch_size, max(self.most_tokens // width, 1))
         return bucket(min(sentences, full), _sizes(full))
 
     def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:

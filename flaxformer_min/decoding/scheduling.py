@@ -29,14 +29,17 @@ LENGTHS = (16, 24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LONGEST_PREFIX = 2 * LENGTHS[-1]
 """Most tokens of a forced prefix."""
 
-BATCHES = (1, 8, 16, 32, 64)
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
 """Sentences that a pool has, on each device; the configured batch size is the last."""
+
+USUAL_BATCH = {"cpu": 64, "accelerator": 256}
+"""Most sentences at once on each device, unless a number is configured."""
 
 WIDEST = 4
 """A sentence is computed in at most so many times its own width."""
 
-MAX_BATCH_TOKENS = 64 * 128
-"""Most source tokens of a batch on one device: long sentences come in smaller batches."""
+LONGEST_OF_A_FULL_BATCH = 128
+"""Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.batching import LONGEST_PREFIX, BatchRunner, Options
+from flaxformer_min.decoding.models import model_of_run, with_explicit_attention
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import Restored, RunFolder
 from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
@@ -82,6 +82,8 @@ class Translator:
     digits translates to digits, and an empty line to an empty one:
 
     >>> import jax
+    >>> from flaxformer_min.config import ModelConfig
+    >>> from flaxformer_min.model.transformer import Transformer
     >>> class Digits:
     ...     encode_batch = lambda self, texts: [[*(4 + int(c) for c in t), EOS] for t in texts]
     ...     decode = lambda self, ids: "".join(str(i - 4) for i in ids if i > EOS)
@@ -106,7 +108,7 @@ class Translator:
 
         `max_positions` limits sentences to the positions that the models have learned; 0: no limit.
         """
-        self.models = [_with_explicit_attention(model) for model in models]
+        self.models = [with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers
         self.decoding = decoding or DecodingConfig()
         self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
@@ -116,15 +118,20 @@ class Translator:
 
     @classmethod
     def load(
-        cls, *runs: str | Path, step: int | None = None, model: nn.Module | None = None
+        cls,
+        *runs: str | Path,
+        step: int | None = None,
+        model: nn.Module | None = None,
+        dtype: str | None = None,
     ) -> "Translator":
         """Load the model of a run, or an ensemble of several runs with the same vocabulary.
 
         Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
-        executed. A run that was trained with `train(model=...)` needs the same `model`. Raises
-        ValueError for a folder that is not a run or has no intact checkpoint, and for different
-        vocabularies.
+        executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
+        that of the layers' computations, "float32", "bfloat16" or "auto"; None: that of training.
+        Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
+        different vocabularies.
         """
         if not runs:
             raise ValueError("a translator needs at least one run folder; got none.")
@@ -137,7 +144,7 @@ class Translator:
                     f"{folder.path} differs from that of {folders[0].path}. Train both with one."
                 )
         configs = [folder.model_config() for folder in folders]
-        models = [_model_of(each, model, folders[0].path) for each in configs]
+        models = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
         restored = [folder.params(step) for folder in folders]
         translator = cls(
             models,
@@ -147,7 +154,8 @@ class Translator:
             min((each.max_positions for each in configs if each.max_positions), default=0),
         )
         translator.restored = restored
-        translator._loaded_from = tuple(folder.path.absolute() for folder in folders), step, model
+        paths = tuple(folder.path.absolute() for folder in folders)
+        translator._loaded_from = paths, {"step": step, "model": model, "dtype": dtype}
         return translator
 
     def __reduce__(self) -> tuple:
@@ -354,37 +362,6 @@ class Translator:
         ] or [Translation("", float("-inf"), float("-inf"))]
 
 
-def _model_of(config: ModelConfig, model: nn.Module | None, run: Path) -> nn.Module:
-    """Return the model that a run was trained with."""
-    needed, given = config.architecture, type(model).__name__ if model is not None else ""
-    if needed != given:
-        raise ValueError(
-            f"{run} was trained with {needed or 'the Transformer of this package'}; got model="
-            f"{given or None}. "
-            + (
-                "Pass the same model: Translator.load(run, model=...)."
-                if needed
-                else "Leave it out."
-            )
-        )
-    return Transformer(config) if model is None else fit_model(model, config)
-
-
-def fit_model(model: nn.Module, config: ModelConfig) -> nn.Module:
-    """Return the model with the run's own sizes, if it is built from a `ModelConfig`."""
-    if isinstance(getattr(model, "config", None), ModelConfig):
-        return model.clone(config=config)
-    return model
-
-
-def _with_explicit_attention(model: nn.Module) -> nn.Module:
-    """Return the model with explicit attention, because `attention` needs the weights."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, ModelConfig):
-        return model
-    return model.clone(config=dataclasses.replace(config, attention="explicit"))
-
-
 def _check_list(name: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list of texts; got one text. For one, give [text].")
@@ -395,5 +372,5 @@ def _check_list(name: str, texts: Sequence[str]) -> None:
             raise ValueError(f"{name} must be texts; {name}[{number}] is {text!r}.")
 
 
-def _load(runs: tuple, step: int | None, model: nn.Module | None) -> Translator:
-    return Translator.load(*runs, step=step, model=model)
+def _load(runs: tuple, options: dict[str, Any]) -> Translator:
+    return Translator.load(*runs, **options)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
-from flaxformer_min.decoding.translator import DECODING_METHODS, fit_model
+from flaxformer_min.decoding.models import fit_model
+from flaxformer_min.decoding.translator import DECODING_METHODS
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
