@@ -27,31 +27,43 @@ def realised_rate(rate: float) -> float:
     return min(round(rate * 256), 255) / 256
 
 
-def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def keep_mask(
+    key: Key[Array, ""],
+    rate: float,
+    shape: tuple[int, ...],
+    rows: Int[Array, "rows"] | None = None,
+) -> Bool[Array, "..."]:
     """Return True with probability 1 - realised_rate(rate), independently for each value.
 
+    `rows` are numbers for the first axis: what a row gets depends on its number, not on its place.
     On a CPU each 32-bit word of the generator serves four values. Elsewhere a value has a hashed
     word of its own, because an accelerator is quick to compute but slow to store and move bytes.
     """
     least = round(realised_rate(rate) * 256)
     if target_platform() != "cpu":
-        return hashed_words(key, shape) >= jnp.uint32(least << 24)
+        return hashed_words(key, shape, rows) >= jnp.uint32(least << 24)
+    if rows is not None:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+        return jax.vmap(lambda key: keep_mask(key, rate, shape[1:]))(keys)
     size = math.prod(shape)
     words = jax.random.bits(key, (-(-size // 4),), jnp.uint32)
     random_bytes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:size]
     return random_bytes.reshape(shape) >= least
 
 
-def hashed_words(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt[Array, "..."]:
+def hashed_words(
+    key: Key[Array, ""], shape: tuple[int, ...], rows: Int[Array, "rows"] | None = None
+) -> UInt[Array, "..."]:
     """Return a random word for each value: a hash of its number and of two words of the key.
 
     Two rounds of the finaliser of MurmurHash3 (Appleby 2011), with a word of the key before each.
+    `rows` as for `keep_mask`.
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    numbers = [
-        jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-        for axis, stride in enumerate(strides)
-    ]
+    along = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(len(shape))]
+    if rows is not None:
+        along[0] = rows.astype(jnp.uint32).reshape(-1, *[1] * (len(shape) - 1))
+    numbers = [each * jnp.uint32(stride) for each, stride in zip(along, strides, strict=True)]
     word = sum(numbers, start=jnp.zeros(shape, jnp.uint32))
     for secret in jax.random.bits(key, (2,), jnp.uint32):
         word = word ^ secret
@@ -91,8 +103,7 @@ class Dropout(nn.Module):
             return x
         rows = _ROWS.get(None)
         if rows is not None and rows.shape == x.shape[:1]:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng(BY_ROW), rows)
-            keep = jax.vmap(lambda key: keep_mask(key, self.rate, x.shape[1:]))(keys)
+            keep = keep_mask(self.make_rng(BY_ROW), self.rate, x.shape, rows)
         else:
             keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape)
         return jnp.where(keep, x / (1 - realised_rate(self.rate)), 0).astype(x.dtype)
