@@ -105,7 +105,7 @@ def test_every_line_of_a_file_has_its_line_in_the_output(
     texts, run, translator, tmp_path, capsys, monkeypatch
 ):
     """A line can contain everything but a line break."""
-    monkeypatch.setattr(Translator, "load", lambda *runs, step: translator)
+    monkeypatch.setattr(Translator, "load", lambda *runs, **_: translator)
     lines = [text.replace("\n", "") for text in texts]
     given = tmp_path / "given"
     given.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
