@@ -235,14 +235,8 @@ def make_train_step(
         with jax.named_scope("adam"):
             return _updated(state, gradients, norm, finite, optimizer, rate, training), metrics
 
-    return jax.pmap(
-        train_step,
-        "devices",
-        in_axes=(ON_DEVICES, 0),
-        out_axes=(ON_DEVICES, None),
-        donate_argnums=0,
-        devices=devices,
-    )
+    axes = {"in_axes": (ON_DEVICES, 0), "out_axes": (ON_DEVICES, None)}
+    return jax.pmap(train_step, "devices", **axes, donate_argnums=0, devices=devices)
 
 
 def _sum_of_batches(
