@@ -40,11 +40,11 @@ def main(args: argparse.Namespace) -> None:
     pairs = read_pairs(corpus, "test", languages)[: args.sentences]
     lines, references = zip(*pairs, strict=True)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "exported"
+        folder, compiled = Path(scratch) / "exported", Path(scratch) / "compiled"
         export(args.run, folder, format="ctranslate2")
         rows = []
         for beam in args.beam_sizes:
-            rows += measure(args, folder, lines, references, beam)
+            rows += measure(args, folder, compiled, lines, references, beam)
     title = (
         f"{len(lines):,} lines of {corpus}, text to text, {describe(config)}; "
         f"{machine('jax', 'ctranslate2')}"
@@ -61,6 +61,7 @@ def describe(config: Any) -> str:
 def measure(
     args: argparse.Namespace,
     folder: Path,
+    compiled: Path,
     lines: Sequence[str],
     references: Sequence[str],
     beam: int,
@@ -68,9 +69,7 @@ def measure(
     """Return the rows of one beam size: ours, and CTranslate2's in two types."""
     from sacrebleu.metrics import BLEU
 
-    contenders = [Contender("flaxformer_min", ours, args.run, lines, beam, False)]
-    if beam > 1:
-        contenders.append(Contender("  early stopping", ours, args.run, lines, beam, True))
+    contenders, uncompiled = _ours_with_programs(args.run, lines, beam, compiled)
     for kind in ("float32", "int8"):
         tried = [
             Contender(f"CTranslate2 {kind}{_in(size, inter, intra)}", ctranslate2, *peer)
@@ -93,6 +92,7 @@ def measure(
                 "sentences/s": len(lines) / contender.median("seconds"),
                 "it : float32, same round": ratio(peer, contender),
                 "start and first run, s": contender.first_seconds,
+                "nothing compiled, s": uncompiled.get(contender.name),
                 "peak MB": last["peak"] / 1e6,
                 "BLEU": BLEU().corpus_score(last["found"], [list(references)]).score,
                 "equal": sum(map(str.__eq__, last["found"], first.runs[-1]["found"])),
@@ -106,19 +106,47 @@ def measure(
     return rows
 
 
+def _ours_with_programs(
+    run: Path, lines: Sequence[str], beam: int, compiled: Path
+) -> tuple[list[Contender], dict[str, float]]:
+    """Return our contenders, and the seconds to the end of the first run of a process before each.
+
+    The command line keeps compiled programs, so most processes find those of an earlier one.
+    """
+    kinds = {"flaxformer_min": (False, None), "  bfloat16 products": (False, "bfloat16")}
+    if beam > 1:
+        kinds["  early stopping"] = True, None
+        kinds["  early stopping, bfloat16 products"] = True, "bfloat16"
+    contenders, uncompiled = [], {}
+    for name, kind in kinds.items():
+        earlier = Contender(name, ours, run, lines, beam, compiled, *kind)
+        earlier.close()
+        uncompiled[name] = earlier.first_seconds
+        contenders.append(Contender(name, ours, run, lines, beam, compiled, *kind))
+    return contenders, uncompiled
+
+
 def _in(size: int, inter: int, intra: int) -> str:
     return f", {size} a batch, {inter} × {intra} threads"
 
 
-def ours(run: Path, lines: Sequence[str], beam: int, early_stopping: bool) -> Run:
+def ours(
+    run: Path,
+    lines: Sequence[str],
+    beam: int,
+    compiled: Path,
+    early_stopping: bool,
+    dtype: str | None,
+) -> Run:
     """`Translator.translate`, as the command line calls it."""
-    from flaxformer_min.runtime.devices import configure_cpu_devices
+    from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
 
     configure_cpu_devices()
+    enable_compilation_cache(compiled)
 
     from flaxformer_min.decoding.translator import Translator
 
-    translator = Translator.load(run)
+    translator = Translator.load(run, dtype=dtype)
 
     def timed() -> dict[str, Any]:
         since = time.perf_counter()

@@ -191,7 +191,8 @@ def test_the_batch_size_is_the_one_typed(call, mirror):
 
 def test_the_type_is_the_one_typed(call, mirror):
     call("translate {run} --dtype bfloat16", b"a\n")
-    assert mirror[0].model.models[0].config.dtype == "bfloat16"
+    (params,) = mirror[0].model.runner.params
+    assert params["decoder"]["layer_0"]["feed_forward"]["inner"]["kernel"].dtype == "bfloat16"
 
 
 ERRORS = [

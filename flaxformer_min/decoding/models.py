@@ -2,10 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.embedding import OUTPUT_KERNEL
+from flaxformer_min.model.target import compute_dtype, target_platform
 from flaxformer_min.model.transformer import Transformer
 
 
@@ -38,6 +44,27 @@ def model_of_run(
             "the type, and leave dtype out."
         )
     return fit_model(given, config)
+
+
+def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """Return a model and its parameters as this device decodes them fastest.
+
+    A CPU may have units for products of bfloat16, but none for anything else. So there a model of
+    this package that computes in bfloat16 does so in products with weights alone.
+    """
+    in_bfloat16 = type(model) is Transformer and compute_dtype(model.config) == "bfloat16"
+    if not in_bfloat16 or target_platform() != "cpu":
+        return model, params
+
+    def cast(path: Any, x: Array) -> Array:
+        return x.astype(jnp.bfloat16) if path[-1].key == "kernel" else x
+
+    params = jax.tree_util.tree_map_with_path(cast, params)
+    tied = {"shared": "embedding", "target_tied": "target_embedding"}.get(model.config.embeddings)
+    if tied:
+        kernel = params[tied]["table"].T.astype(jnp.bfloat16)
+        params = {**params, tied: {**params[tied], OUTPUT_KERNEL: kernel}}
+    return model.clone(config=dataclasses.replace(model.config, dtype="float32")), params
 
 
 def fit_model(model: nn.Module, config: ModelConfig) -> nn.Module:

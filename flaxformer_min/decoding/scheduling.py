@@ -217,7 +217,7 @@ class Lanes:
             return slots
         if waiting < slots * len(self.lines) and not self._next(self.shape):
             return slots - slots // 4  # for a larger shape takes longer for each that is alive
-        return -(-slots // 8)
+        return -(-slots // 16)
 
     def _change_shape(self, alive: list[int]) -> None:
         """Make a pool for the next line, or move those that are alive to one, if it suits them.

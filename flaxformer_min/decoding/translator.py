@@ -14,7 +14,11 @@ from flax import linen as nn
 
 from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.batching import LONGEST_PREFIX, BatchRunner, Options
-from flaxformer_min.decoding.models import model_of_run, with_explicit_attention
+from flaxformer_min.decoding.models import (
+    model_of_run,
+    suited_to_device,
+    with_explicit_attention,
+)
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.runs.folder import Restored, RunFolder
 from flaxformer_min.runtime.signals import StopCheck
@@ -146,9 +150,11 @@ class Translator:
         configs = [folder.model_config() for folder in folders]
         models = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
         restored = [folder.params(step) for folder in folders]
+        params = [each.params for each in restored]
+        suited = [suited_to_device(*each) for each in zip(models, params, strict=True)]
         translator = cls(
-            models,
-            [each.params for each in restored],
+            [model for model, _ in suited],
+            [params for _, params in suited],
             tokenizers[0],
             folders[0].config().decoding,
             min((each.max_positions for each in configs if each.max_positions), default=0),

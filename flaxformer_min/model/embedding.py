@@ -7,10 +7,13 @@ from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import project
+from flaxformer_min.model.linear import as_weights, project
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
+
+OUTPUT_KERNEL = "output_kernel"
+"""A parameter that a search may add to the tied table: the same transposed, in another type."""
 
 
 class Embedding(nn.Module):
@@ -42,6 +45,8 @@ class Embedding(nn.Module):
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""
+        if self.has_variable("params", OUTPUT_KERNEL):
+            return project(x, self.get_variable("params", OUTPUT_KERNEL))
         return project(x, jnp.asarray(self.table, x.dtype).T)
 
 
@@ -67,6 +72,6 @@ class OutputProjection(nn.Module):
         """Return the logits of each piece, in float32."""
         shape = (x.shape[-1], self.vocab_size)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
-        kernel = kernel.astype(x.dtype)
+        kernel = as_weights(kernel, x.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), jnp.float32)
         return project(x, kernel) + bias[None, None, :]

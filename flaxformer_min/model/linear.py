@@ -12,13 +12,22 @@ from flaxformer_min.model.target import target_platform
 def project(
     x: Float[Array, "*batch d_in"], kernel: Float[Array, "d_in d_out"], dtype: Any = jnp.float32
 ) -> Float[Array, "*batch d_out"]:
-    """Return x · kernel as `dtype`.
+    """Return x · kernel as `dtype`; both are multiplied in the kernel's type.
 
     Tokens are flattened to one axis, so that the kernel's gradient is a single matrix product too.
     Over several axes XLA transposes the operands first, which makes a CPU step a fifth slower.
     """
-    flat = jnp.matmul(x.reshape(-1, x.shape[-1]), kernel, preferred_element_type=dtype)
+    flat = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
+    flat = jnp.matmul(flat, kernel, preferred_element_type=dtype)
     return flat.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def as_weights(weights: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """Return the matrix of a product in the type of the layers, unless it is stored in bfloat16.
+
+    Then products alone are in bfloat16, with sums in the type of the layers.
+    """
+    return weights if weights.dtype == jnp.bfloat16 else weights.astype(dtype)
 
 
 class Linear(nn.Module):
@@ -35,11 +44,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
-        """Return the kernel and the bias in the type of the computation."""
+        """Return the kernel (see `as_weights`) and the bias."""
         shape = (d_in, self.features)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        return jnp.asarray(kernel, self.dtype), jnp.asarray(bias, self.dtype)
+        return as_weights(kernel, self.dtype), jnp.asarray(bias, self.dtype)
 
 
 def project_to_heads(

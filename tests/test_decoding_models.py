@@ -1,0 +1,74 @@
+"""Models as the device of a search computes them fastest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.models import suited_to_device
+from flaxformer_min.model.embedding import OUTPUT_KERNEL
+from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.target import compiling_for
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Batch, one_sentence_per_row
+
+CONFIG = ModelConfig(vocab_size=50, num_layers=2, d_model=32, d_ff=64, num_heads=4)
+BATCH = Batch(
+    one_sentence_per_row(jnp.array([[5, 6, 7, 3], [9, 3, 0, 0]])),
+    one_sentence_per_row(jnp.array([[8, 4, 3], [11, 12, 3]])),
+)
+
+
+def model_and_params(**changes):
+    model = Transformer(dataclasses.replace(CONFIG, **changes))
+    return model, model.init(jax.random.key(0), BATCH)["params"]
+
+
+def paths(params):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def test_a_product_with_a_bfloat16_kernel_rounds_its_operands_and_sums_in_float32():
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.float32(rng.normal(size=size)) for size in ((6, 64), (64, 8)))
+    params = {"kernel": kernel.astype(jnp.bfloat16), "bias": jnp.zeros(8)}
+    found = Linear(8, "float32").apply({"params": params}, x)
+    rounded = [np.float64(each.astype(jnp.bfloat16)) for each in (x, kernel)]
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, rounded[0] @ rounded[1], rtol=1e-5, atol=1e-5)
+    assert np.abs(found - x @ kernel).max() > 1e-3
+
+
+@pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
+def test_on_a_cpu_a_bfloat16_model_has_bfloat16_products_with_weights_alone(embeddings):
+    model, params = model_and_params(dtype="bfloat16", embeddings=embeddings)
+    suited, suited_params = suited_to_device(model, params)
+    assert suited.config.dtype == "float32"
+    for path, leaf in paths(suited_params).items():
+        in_bfloat16 = path.endswith(("/kernel", OUTPUT_KERNEL))
+        assert leaf.dtype == (jnp.bfloat16 if in_bfloat16 else jnp.float32), path
+    assert any(path.endswith(OUTPUT_KERNEL) for path in paths(suited_params)) == (
+        embeddings != "separate"
+    )
+    exact = Transformer(dataclasses.replace(model.config, dtype="float32"))
+    expected = exact.apply({"params": params}, BATCH)
+    found = suited.apply({"params": suited_params}, BATCH)
+    assert found.dtype == jnp.float32
+    assert 0 < np.abs(found - expected).max() < 0.05
+
+
+def test_float32_models_and_accelerators_keep_model_and_parameters():
+    model, params = model_and_params(dtype="float32")
+    assert suited_to_device(model, params) == (model, params)
+
+    class Tpu:
+        platform = "tpu"
+
+    model, params = model_and_params(dtype="bfloat16")
+    with compiling_for([Tpu()]):
+        kept, kept_params = suited_to_device(model, params)
+    assert kept is model and kept_params is params
