@@ -134,6 +134,7 @@ class Translator:
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
         executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
         that of the layers' computations, "float32", "bfloat16" or "auto"; None: that of training.
+        On a CPU, bfloat16 is that of products with weights alone.
         Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
         different vocabularies.
         """
