@@ -10,9 +10,13 @@ from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.training import shares
 from flaxformer_min.training.step import TrainState, init_state
 
-EVEN, ODD, ONE = np.arange(6.0, dtype=np.float32), np.ones((3, 2), np.float32), np.float32(2)
-TREE = {"even": EVEN, "odd": ODD, "one": ONE}
-"""An array that two devices can halve, one that they cannot, and a scalar."""
+TREE = {
+    "half": np.arange(5, dtype=np.float16),
+    "matrix": np.ones((3, 2), np.float32),
+    "scalar": np.float32(2),
+    "vector": np.arange(6, dtype=np.float32),
+}
+"""Arrays that two devices cannot halve; scalar and vector, in float32, are one vector of seven."""
 
 
 def on_two(function, *trees):
@@ -24,30 +28,31 @@ def on_two(function, *trees):
 
 
 def test_a_share_is_a_block_of_rows_and_zeros_follow_the_last():
-    found = on_two(lambda tree: jax.tree.map(shares.own, tree), TREE)
-    np.testing.assert_array_equal(found["even"], [[0, 1, 2], [3, 4, 5]])
-    np.testing.assert_array_equal(found["odd"], [[[1, 1], [1, 1]], [[1, 1], [0, 0]]])
-    np.testing.assert_array_equal(found["one"], [2, 2])
+    found = on_two(shares.own, TREE)
+    np.testing.assert_array_equal(found.arrays[0], [[0, 1, 2], [3, 4, 0]])
+    np.testing.assert_array_equal(found.arrays[1], [[[1, 1], [1, 1]], [[1, 1], [0, 0]]])
+    np.testing.assert_array_equal(found.vector, [[2, 0, 1, 2], [3, 4, 5, 0]])
 
 
 def test_shares_of_a_sum_are_those_of_twice_the_array():
-    found = on_two(lambda tree: jax.tree.map(shares.sum_of_share, tree), TREE)
-    np.testing.assert_array_equal(found["even"], [[0, 2, 4], [6, 8, 10]])
-    np.testing.assert_array_equal(found["odd"], [[[2, 2], [2, 2]], [[2, 2], [0, 0]]])
-    np.testing.assert_array_equal(found["one"], [4, 4])
+    found = on_two(shares.sum_of_share, TREE)
+    np.testing.assert_array_equal(found.arrays[0], [[0, 2, 4], [6, 8, 0]])
+    np.testing.assert_array_equal(found.arrays[1], [[[2, 2], [2, 2]], [[2, 2], [0, 0]]])
+    np.testing.assert_array_equal(found.vector, [[4, 0, 2, 4], [6, 8, 10, 0]])
 
 
 def test_gathered_shares_are_the_array():
     def back(tree):
-        return jax.tree.map(lambda x: shares.gathered(shares.own(x), x), tree)
+        return shares.gathered(shares.own(tree), tree)
 
     found = on_two(back, TREE)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, [y, y]), found, TREE)
 
 
 def test_the_norm_of_the_shares_is_that_of_the_whole():
-    found = on_two(lambda tree: shares.norm(jax.tree.map(shares.own, tree)), TREE)
-    expected = (0 + 1 + 4 + 9 + 16 + 25 + 6 + 4) ** 0.5
+    tree = {name: np.float32(array) for name, array in TREE.items()}
+    found = on_two(lambda tree: shares.norm(shares.own(tree)), tree)
+    expected = (0 + 1 + 4 + 9 + 16 + 6 + 4 + 0 + 1 + 4 + 9 + 16 + 25) ** 0.5
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
 
 

@@ -2,13 +2,14 @@
 
 A device's share of an array is a block of its rows, along the first axis; where the rows do not
 divide evenly, zeros follow the last. Gradients are summed by shares, so a device holds and computes
-Adam's moments for its share alone, and the updated shares are gathered. Scalars are not divided.
+Adam's moments for its share alone, and the updated shares are gathered. All vectors are divided as
+one, because an accelerator takes longer to begin with a bias than to update it.
 All functions but `like_shares`, `divide` and `join` run within `pmap`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,47 +19,87 @@ from jaxtyping import Array, Float
 Tree = Any
 
 
+class Packed(NamedTuple):
+    """A tree of parameters, or of what belongs to each of them, as it is divided.
+
+    arrays: in the order of the tree.
+    vector: all vectors and scalars in float32, one after the other.
+    """
+
+    arrays: list[Array]
+    vector: Float[Array, " size"]
+
+
+def _is_in_vector(array: Array) -> bool:
+    return array.ndim < 2 and array.dtype == jnp.float32
+
+
+def packed(tree: Tree) -> Packed:
+    """Return the arrays of a tree as they are divided."""
+    leaves = jax.tree.leaves(tree)
+    arrays = [jnp.atleast_1d(x) for x in leaves if not _is_in_vector(x)]
+    vectors = [jnp.reshape(x, -1) for x in leaves if _is_in_vector(x)]
+    return Packed(arrays, jnp.concatenate([*vectors, jnp.zeros(0, jnp.float32)]))
+
+
+def unpacked(whole: Packed, like: Tree) -> Tree:
+    """Return the tree that was packed, shaped as `like`; rows and values beyond are padding."""
+    leaves, structure = jax.tree.flatten(like)
+    arrays, start, found = iter(whole.arrays), 0, []
+    for leaf in leaves:
+        if _is_in_vector(leaf):
+            part = jax.lax.slice_in_dim(whole.vector, start, start + leaf.size)
+            start += leaf.size
+        else:
+            part = jax.lax.slice_in_dim(next(arrays), 0, max(leaf.shape[:1], default=1))
+        found.append(part.reshape(leaf.shape))
+    return jax.tree.unflatten(structure, found)
+
+
 def shape_of_share(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
     """Return the shape of a device's share of an array.
 
-    >>> shape_of_share((8, 3), 2), shape_of_share((5, 3), 2), shape_of_share((), 2)
-    ((4, 3), (3, 3), ())
+    >>> shape_of_share((8, 3), 2), shape_of_share((5, 3), 2)
+    ((4, 3), (3, 3))
     """
-    return (-(-shape[0] // devices), *shape[1:]) if shape else ()
+    return (-(-shape[0] // devices), *shape[1:])
 
 
-def like_shares(tree: Tree, devices: int) -> Tree:
+def like_shares(tree: Tree, devices: int) -> Packed:
     """Return zeros that are shaped as the shares of the arrays."""
-    return jax.tree.map(lambda x: jnp.zeros(shape_of_share(x.shape, devices), x.dtype), tree)
+    return jax.tree.map(
+        lambda x: jnp.zeros(shape_of_share(x.shape, devices), x.dtype), packed(tree)
+    )
 
 
-def own(array: Array) -> Array:
-    """Return this device's share of an array that all devices have."""
-    if not array.ndim:
-        return array
-    padded, rows = _padded(array)
-    return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index("devices") * rows, rows)
+def own(tree: Tree) -> Packed:
+    """Return this device's share of arrays that all devices have."""
+
+    def share(array: Array) -> Array:
+        padded, rows = _padded(array)
+        return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index("devices") * rows, rows)
+
+    return jax.tree.map(share, packed(tree))
 
 
-def sum_of_share(array: Array) -> Array:
-    """Return this device's share of the sum of an array over all devices."""
-    if not array.ndim:
-        return jax.lax.psum(array, "devices")
-    return jax.lax.psum_scatter(_padded(array)[0], "devices", tiled=True)
+def sum_of_share(tree: Tree) -> Packed:
+    """Return this device's share of the sum of arrays over all devices."""
+
+    def share(array: Array) -> Array:
+        return jax.lax.psum_scatter(_padded(array)[0], "devices", tiled=True)
+
+    return jax.tree.map(share, packed(tree))
 
 
-def gathered(share: Array, like: Array) -> Array:
-    """Return the whole array, shaped as `like`, of which each device has a share."""
-    if not like.ndim:
-        return share
-    return jax.lax.all_gather(share, "devices", tiled=True)[: like.shape[0]]
+def gathered(shares: Packed, like: Tree) -> Tree:
+    """Return whole arrays, shaped as `like`, of which each device has a share."""
+    gather = partial(jax.lax.all_gather, axis_name="devices", tiled=True)
+    return unpacked(jax.tree.map(gather, shares), like)
 
 
-def norm(shares: Tree) -> Float[Array, ""]:
+def norm(shares: Packed) -> Float[Array, ""]:
     """Return the norm of a tree of arrays of which each device has its shares."""
-    devices = jax.lax.axis_size("devices")
-    # All devices have the same scalars.
-    squares = [jnp.square(x).sum() / (1 if x.ndim else devices) for x in jax.tree.leaves(shares)]
+    squares = [jnp.square(x).sum() for x in jax.tree.leaves(shares)]
     return jnp.sqrt(jax.lax.psum(jnp.stack(squares).sum(), "devices"))
 
 
@@ -72,15 +113,15 @@ def _padded(array: Array) -> tuple[Array, int]:
     return jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)), rows
 
 
-def _for_moments(function: Callable, opt_state: Tree, params: Tree) -> Tree:
-    """Apply `function(moment, parameter)` to the subtrees that are built as `params` are."""
-    structure = jax.tree.structure(params)
+def _for_moments(function: Callable, opt_state: Tree, params: Tree, like: Tree) -> Tree:
+    """Apply `function(moments, params)` to the subtrees that are built as `like` is."""
+    structure = jax.tree.structure(like)
 
     def is_moments(tree: Tree) -> bool:
         return jax.tree.structure(tree) == structure
 
     def of(tree: Tree) -> Tree:
-        return jax.tree.map(function, tree, params) if is_moments(tree) else tree
+        return function(tree, params) if is_moments(tree) else tree
 
     return jax.tree.map(of, opt_state, is_leaf=is_moments)
 
@@ -100,9 +141,9 @@ def join(opt_state: Tree, params: Tree) -> Tree:
 
 @partial(jax.pmap, axis_name="devices", in_axes=(None, None, 0))
 def _divided(opt_state: Tree, params: Tree, _: Array) -> Tree:
-    return _for_moments(lambda moment, _: own(moment), opt_state, params)
+    return _for_moments(lambda moments, _: own(moments), opt_state, params, params)
 
 
 @partial(jax.pmap, axis_name="devices", in_axes=(0, None), out_axes=None)
 def _joined(opt_state: Tree, params: Tree) -> Tree:
-    return _for_moments(gathered, opt_state, params)
+    return _for_moments(gathered, opt_state, params, packed(params))

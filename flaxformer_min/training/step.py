@@ -214,7 +214,7 @@ def make_train_step(
             total = _sum_of_batches(model, state, batch, training, token_loss)
         sides = [side.segments for side in batch]
         real = sum(jnp.count_nonzero(segments) for segments in sides)
-        gradients = jax.tree.map(shares.sum_of_share, total[0])
+        gradients = shares.sum_of_share(total[0])
         sums, real = sum_over_devices((total[1], real))
         tokens = jnp.maximum(sums.tokens, 1.0)
         with jax.named_scope("gradient_norm"):
@@ -277,12 +277,12 @@ def _updated(
 
     `gradients` are this device's shares; `norm` is that of the whole gradient.
     """
-    own = jax.tree.map(shares.own, state.params)
+    own = shares.own(state.params)
     updates, opt_state = optimizer.update(gradients, state.opt_state, own, norm=norm)
     updates = jax.tree.map(lambda update: -rate(state.step) * update, updates)
     new = optax.apply_updates(own, updates), opt_state
     new_own, opt_state = jax.tree.map(partial(jnp.where, finite), new, (own, state.opt_state))
-    params = jax.tree.map(shares.gathered, new_own, state.params)
+    params = shares.gathered(new_own, state.params)
     average = state.average
     if average is not None:
         averaged = moving_average(average, params, state.step, config.ema_decay)
