@@ -4,7 +4,8 @@ A device's share of an array is a block of its rows, along the first axis; where
 divide evenly, zeros follow the last. Gradients are summed by shares, so a device holds and computes
 Adam's moments for its share alone, and the updated shares are gathered. All vectors are divided as
 one, because an accelerator takes longer to begin with a bias than to update it.
-All functions but `like_shares`, `divide` and `join` run within `pmap`.
+
+`own`, `sum_of_share`, `gathered` and `norm` run within `pmap`.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def unpacked(whole: Packed, like: Tree) -> Tree:
             part = jax.lax.slice_in_dim(whole.vector, start, start + leaf.size)
             start += leaf.size
         else:
-            part = jax.lax.slice_in_dim(next(arrays), 0, max(leaf.shape[:1], default=1))
+            part = next(arrays)[: leaf.shape[0] if leaf.ndim else 1]
         found.append(part.reshape(leaf.shape))
     return jax.tree.unflatten(structure, found)
 
