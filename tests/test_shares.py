@@ -29,24 +29,30 @@ def on_two(function, *trees):
 
 def test_a_share_is_a_block_of_rows_and_zeros_follow_the_last():
     found = on_two(shares.own, TREE)
-    np.testing.assert_array_equal(found.arrays[0], [[0, 1, 2], [3, 4, 0]])
-    np.testing.assert_array_equal(found.arrays[1], [[[1, 1], [1, 1]], [[1, 1], [0, 0]]])
-    np.testing.assert_array_equal(found.vector, [[2, 0, 1, 2], [3, 4, 5, 0]])
+    np.testing.assert_array_equal(found[0], [[0, 1, 2], [3, 4, 0]])
+    np.testing.assert_array_equal(found[1], [[[1, 1], [1, 1]], [[1, 1], [0, 0]]])
+    np.testing.assert_array_equal(found[2], [[2, 0, 1, 2], [3, 4, 5, 0]])
+
+
+def test_a_tree_without_vectors_is_summed_by_shares():
+    found = on_two(shares.sum_of_share, {"matrix": TREE["matrix"]})
+    assert jax.tree.map(jnp.shape, found) == [(2, 2, 2)]
 
 
 def test_shares_of_a_sum_are_those_of_twice_the_array():
     found = on_two(shares.sum_of_share, TREE)
-    np.testing.assert_array_equal(found.arrays[0], [[0, 2, 4], [6, 8, 0]])
-    np.testing.assert_array_equal(found.arrays[1], [[[2, 2], [2, 2]], [[2, 2], [0, 0]]])
-    np.testing.assert_array_equal(found.vector, [[4, 0, 2, 4], [6, 8, 10, 0]])
+    np.testing.assert_array_equal(found[0], [[0, 2, 4], [6, 8, 0]])
+    np.testing.assert_array_equal(found[1], [[[2, 2], [2, 2]], [[2, 2], [0, 0]]])
+    np.testing.assert_array_equal(found[2], [[4, 0, 2, 4], [6, 8, 10, 0]])
 
 
-def test_gathered_shares_are_the_array():
+@pytest.mark.parametrize("tree", [TREE, {"matrix": TREE["matrix"]}], ids=["all", "no vector"])
+def test_gathered_shares_are_the_array(tree):
     def back(tree):
         return shares.gathered(shares.own(tree), tree)
 
-    found = on_two(back, TREE)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, [y, y]), found, TREE)
+    found = on_two(back, tree)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, [y, y]), found, tree)
 
 
 def test_the_norm_of_the_shares_is_that_of_the_whole():

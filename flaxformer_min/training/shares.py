@@ -10,7 +10,7 @@ one, because an accelerator takes longer to begin with a bias than to update it.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,9 @@ from jaxtyping import Array, Float
 Tree = Any
 
 
-class Packed(NamedTuple):
-    """A tree of parameters, or of what belongs to each of them, as it is divided.
-
-    arrays: in the order of the tree.
-    vector: all vectors and scalars in float32, one after the other.
-    """
-
-    arrays: list[Array]
-    vector: Float[Array, " size"]
+Packed = list[Array]
+"""A tree of parameters, or of what belongs to each, as it is divided: its arrays in their order
+and, if it has any float32 vectors and scalars, all of these as one vector behind them."""
 
 
 def _is_in_vector(array: Array) -> bool:
@@ -40,16 +34,16 @@ def packed(tree: Tree) -> Packed:
     leaves = jax.tree.leaves(tree)
     arrays = [jnp.atleast_1d(x) for x in leaves if not _is_in_vector(x)]
     vectors = [jnp.reshape(x, -1) for x in leaves if _is_in_vector(x)]
-    return Packed(arrays, jnp.concatenate([*vectors, jnp.zeros(0, jnp.float32)]))
+    return [*arrays, jnp.concatenate(vectors)] if vectors else arrays
 
 
 def unpacked(whole: Packed, like: Tree) -> Tree:
     """Return the tree that was packed, shaped as `like`; rows and values beyond are padding."""
     leaves, structure = jax.tree.flatten(like)
-    arrays, start, found = iter(whole.arrays), 0, []
+    arrays, start, found = iter(whole), 0, []
     for leaf in leaves:
         if _is_in_vector(leaf):
-            part = jax.lax.slice_in_dim(whole.vector, start, start + leaf.size)
+            part = jax.lax.slice_in_dim(whole[-1], start, start + leaf.size)
             start += leaf.size
         else:
             part = next(arrays)[: leaf.shape[0] if leaf.ndim else 1]
