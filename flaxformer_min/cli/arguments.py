@@ -207,8 +207,8 @@ def _add_device(parser: _Parser) -> None:
     parser.add_argument("--batch-size", type=_number(int, at_least=1), metavar="N",
         help=f"most sentences at once on each device; fewer if they are long ({OWN})")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
-        help="type of the computations, on a CPU of products with weights alone; auto is bfloat16 "
-        "on a TPU and on GPUs that have it (default: that of training)")
+        help="type of the computations; on a CPU, bfloat16 is that of products with weights alone; "
+        "auto is bfloat16 on a TPU and on GPUs that have it (default: that of training)")
 
 
 def _add_step(parser: _Parser) -> None:

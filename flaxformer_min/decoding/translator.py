@@ -152,10 +152,10 @@ class Translator:
         models = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
         restored = [folder.params(step) for folder in folders]
         params = [each.params for each in restored]
-        suited = [suited_to_device(*each) for each in zip(models, params, strict=True)]
+        models, params = zip(*map(suited_to_device, models, params), strict=True)
         translator = cls(
-            [model for model, _ in suited],
-            [params for _, params in suited],
+            models,
+            params,
             tokenizers[0],
             folders[0].config().decoding,
             min((each.max_positions for each in configs if each.max_positions), default=0),

@@ -108,15 +108,15 @@ def _padded(array: Array) -> tuple[Array, int]:
     return jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)), rows
 
 
-def _for_moments(function: Callable, opt_state: Tree, params: Tree, like: Tree) -> Tree:
-    """Apply `function(moments, params)` to the subtrees that are built as `like` is."""
+def _for_moments(function: Callable[[Tree], Tree], opt_state: Tree, like: Tree) -> Tree:
+    """Apply `function` to the subtrees that are built as `like` is: Adam's moments."""
     structure = jax.tree.structure(like)
 
     def is_moments(tree: Tree) -> bool:
         return jax.tree.structure(tree) == structure
 
     def of(tree: Tree) -> Tree:
-        return function(tree, params) if is_moments(tree) else tree
+        return function(tree) if is_moments(tree) else tree
 
     return jax.tree.map(of, opt_state, is_leaf=is_moments)
 
@@ -136,9 +136,9 @@ def join(opt_state: Tree, params: Tree) -> Tree:
 
 @partial(jax.pmap, axis_name="devices", in_axes=(None, None, 0))
 def _divided(opt_state: Tree, params: Tree, _: Array) -> Tree:
-    return _for_moments(lambda moments, _: own(moments), opt_state, params, params)
+    return _for_moments(own, opt_state, params)
 
 
 @partial(jax.pmap, axis_name="devices", in_axes=(0, None), out_axes=None)
 def _joined(opt_state: Tree, params: Tree) -> Tree:
-    return _for_moments(gathered, opt_state, params, packed(params))
+    return _for_moments(partial(gathered, like=params), opt_state, packed(params))
