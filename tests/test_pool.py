@@ -39,13 +39,14 @@ class History(NamedTuple):
         return (self.positions + 1) * distinct > self.read.shape[2]
 
 
-class Seeds(NamedTuple):
-    """What a source is encoded to, whatever its width."""
+class Source(NamedTuple):
+    """A source as it is, padded to the width of the pool."""
 
-    seeds: jax.Array
+    ids: jax.Array
 
-    def resize(self, width):
-        return self
+    @property
+    def seeds(self):
+        return self.ids.sum(1) % STATES
 
 
 class Table:
@@ -55,10 +56,10 @@ class Table:
         return getattr(self, method)(params["params"], *arguments)
 
     def encode(self, table, source):
-        return (source.ids * source.segments).sum(1) % STATES
+        return source.ids * source.segments
 
     def precompute_cross_attention(self, table, encoded, source):
-        return Seeds(encoded)
+        return Source(encoded)
 
     def prefill(self, table, cross, beam_size, capacity, prefix):
         batch, length = prefix.shape
@@ -77,23 +78,6 @@ class Table:
 
         states = jax.lax.fori_loop(0, read.shape[2], read_one, states)
         return table[states], History(history.seeds, read, history.positions + 1)
-
-
-class Unresizable(NamedTuple):
-    """A source as it is, padded to the width of the pool."""
-
-    ids: jax.Array
-
-    @property
-    def seeds(self):
-        return self.ids.sum(1) % STATES
-
-
-class TableOfSources(Table):
-    """The same, with an encoded source that has no `resize`."""
-
-    def precompute_cross_attention(self, table, encoded, source):
-        return Unresizable(source.ids * source.segments)
 
 
 def slow_model(table, source):
@@ -122,9 +106,11 @@ def make_sources(lengths, seed=0):
     }
 
 
-def find(table, sources, batch_size=8, cores=1, model=Table, **options):
-    runner = BatchRunner([model()], [jnp.asarray(table)], batch_size)
-    runner.cores = cores
+def find(table, sources, batch_size=8, cores=1, devices=1, **options):
+    """Search on so many cores, which share a device, or on so many devices, as if accelerators."""
+    runner = BatchRunner([Table()], [jnp.asarray(table)], batch_size)
+    runner.cores, runner.devices = cores, jax.local_devices()[:devices]
+    runner.use_params([jnp.asarray(table)])
     found = {}
     for batch, hypotheses in runner.search(
         sources, {line: [] for line in sources}, Options(**options)
@@ -137,42 +123,74 @@ def find(table, sources, batch_size=8, cores=1, model=Table, **options):
 
 
 @pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sentences_that_join_move_and_begin_again_are_searched_as_alone(cores, monkeypatch):
-    """Plain Python for each; the pool gets wider twice, and some translations outgrow it."""
-    moves, again, collect = [], set(), scheduling.Lanes.collect
-    move = scheduling.move
-
-    def moving(pool, order, shape):
-        moves.append(shape)
-        return move(pool, order, shape)
-
-    def collecting(self, report):
-        found = collect(self, report)
-        again.update(self.outgrown)
-        return found
-
-    monkeypatch.setattr(scheduling, "move", moving)
-    monkeypatch.setattr(scheduling.Lanes, "collect", collecting)
-    lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
-    sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
-    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
-    found, runner = find(
-        table, sources, cores=cores, max_extra_tokens=20, early_stopping=True, **settings
-    )
-    assert len(moves) >= 2 and 0 < len(again) < len(sources)
+def expect_as_alone(found, table, sources, extra, enough=1e9, **settings):
+    """Check all hypotheses beside plain Python, a sentence at a time."""
     for line, source in sources.items():
         expected = slow_search.beam(
             slow_model(table, source),
             alpha=0.6,
-            enough=3,
-            max_length=len(source) + 20,
+            enough=enough,
+            max_length=len(source) + extra,
             **settings,
         )
         rows = zip(found[line].ids.tolist(), found[line].score, strict=True)
         for (ids, score), (tokens, _, of_slow) in zip(rows, expected, strict=True):
             assert ids[: ids.index(EOS) + 1] == list(tokens)
             assert score == pytest.approx(of_slow, abs=1e-4)
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    """The shapes of all pools, the lines that paused, and the most that did so at once."""
+    shapes, paused, most = [], set(), [0]
+    build, pause = scheduling.Lanes._build, scheduling.Lanes._pause
+
+    def building(self, shape, resumed):
+        shapes.append(shape)
+        build(self, shape, resumed)
+
+    def pausing(self, device, slots):
+        pause(self, device, slots)
+        paused.update(self.paused)
+        most[0] = max(most[0], len(self.paused))
+
+    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    monkeypatch.setattr(scheduling.Lanes, "_pause", pausing)
+    return shapes, paused, most
+
+
+@pytest.mark.parametrize(
+    "cores, devices", [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices, schedule):
+    """The pool gets wider twice, and some translations outgrow it and go on in the next."""
+    shapes, paused, _ = schedule
+    lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
+    sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
+    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
+    found, runner = find(
+        table,
+        sources,
+        cores=cores,
+        devices=devices,
+        max_extra_tokens=20,
+        early_stopping=True,
+        **settings,
+    )
+    assert len({shape.width for shape in shapes}) >= 3 and 0 < len(paused) < len(sources)
+    expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
     assert runner.usage.needed <= runner.usage.computed
+
+
+def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):
+    """None ends before its limit. Others begin in the larger pool in which these go on."""
+    shapes, paused, most = schedule
+    sources = make_sources([9] * 40)
+    table, settings = make_table(eos=-30.0), {"beam_size": 3, "n_best": 1}
+    found, _ = find(table, sources, max_extra_tokens=40, **settings)
+    assert paused == {*range(1, 9)} and most == [8]
+    assert [shape.slots for shape in shapes] == [8, 8]
+    expect_as_alone(found, table, sources, extra=40, **settings)
 
 
 def test_lanes_are_counted_as_by_hand(monkeypatch):
@@ -208,16 +226,6 @@ def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch
     for line in sources:
         ids, others = (each[line].ids[:, :33] for each in (found, expected))
         assert ids.tolist() == others.tolist()
-
-
-def test_a_model_that_cannot_resize_its_sources_has_a_pool_for_each_width():
-    """It finds what one finds that can."""
-    sources = make_sources([*range(12, 20), *range(12, 20), *[30] * 10])
-    table, settings = make_table(eos=-30.0), {"max_extra_tokens": 9}
-    expected, _ = find(table, sources, **settings)
-    found, _ = find(table, sources, model=TableOfSources, **settings)
-    for line in sources:
-        assert found[line].log_prob == pytest.approx(expected[line].log_prob, abs=1e-4)
 
 
 def test_one_long_sentence_has_a_pool_of_its_own():

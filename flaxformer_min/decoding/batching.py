@@ -24,8 +24,8 @@ from flaxformer_min.decoding.pool import (
     PoolShape,
     Rules,
     begin,
-    empty,
     log_mean_probability,
+    pool_arrays,
 )
 from flaxformer_min.decoding.scheduling import (
     BATCHES,
@@ -81,6 +81,7 @@ class BatchRunner:
         self.compilations, self.usage = 0, Usage()
         self._programs: dict[Any, Callable] = {}
         self._begins: dict[Any, Begin] = {}
+        self._pool_arrays: dict[Any, Pool] = {}
         self.use_params(params)
 
     def use_params(self, params: Sequence[Any]) -> None:
@@ -92,12 +93,13 @@ class BatchRunner:
         program = partial(begin, self.models, rules=rules, shape=shape)
         return self._begins.setdefault((rules, shape), jax.jit(program))
 
-    def empty_pool(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
-        """Return a pool without sentences on each device; shapes are those of `newcomers`."""
-        of_device = jax.tree.map(lambda array: array[0], newcomers)
-        with _explain_mismatch():
-            pool = empty(self.begin(rules, shape), self.params, of_device, shape)
-        return jax.tree.map(lambda leaf: np.stack([leaf] * len(self.devices)), pool)
+    def pool_arrays(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
+        """Return the shapes and types of a pool's arrays; those of `newcomers` are given."""
+        if (rules, shape) not in self._pool_arrays:
+            with _explain_mismatch():
+                pool = pool_arrays(self.begin(rules, shape), self.params, newcomers, shape)
+            self._pool_arrays[rules, shape] = pool
+        return self._pool_arrays[rules, shape]
 
     def batch_sizes(self) -> list[int]:
         """Return the numbers of sentences that batches are padded to, on each device."""
@@ -209,9 +211,11 @@ class BatchRunner:
 
     def shape(self, job: Job, width: int, sentences: int, at_least: int = 0) -> PoolShape:
         """Return the shape of a pool for so many sentences, `at_least` as many on each device."""
-        # Sentences that cannot be followed by others leave empty lanes: two rounds waste fewer.
+        # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
-        slots = self._size(max(share if share <= 8 else -(-share // 2), at_least), width)
+        first = max(8, 3 * share // 4)
+        slots = max(size for size in self.batch_sizes() if size <= first)
+        slots = self._size(max(min(share, slots), at_least), width)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)

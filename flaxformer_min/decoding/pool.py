@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, State
-from flaxformer_min.model.attention import resize_axis
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
@@ -45,6 +43,12 @@ class PoolShape:
     prefix: int = 0
     last: bool = False
 
+    @property
+    def part(self) -> int:
+        """How many newcomers are begun at once."""
+        part = max(self.slots // 4, 8)
+        return part if self.slots % part == 0 else self.slots
+
 
 class Newcomers(NamedTuple):
     """Sentences that are begun together and join the pool one by one.
@@ -64,13 +68,17 @@ class Newcomers(NamedTuple):
 class Pool(NamedTuple):
     """Sentences that are searched together.
 
-    outgrown: whether a sentence was stopped because the cache has no room for its next token.
-    lanes:    hypotheses that were alive, summed over the steps of each sentence.
+    paused: whether a sentence waits because its cache has no room for the next token.
+    lanes:  hypotheses that were alive, summed over the steps of each sentence.
     """
 
     state: State
-    outgrown: Bool[Array, " slots"]
+    paused: Bool[Array, " slots"]
     lanes: Int[Array, " slots"]
+
+    def is_active(self) -> Bool[Array, " slots"]:
+        """Return which sentences take steps."""
+        return self.state.is_alive() & ~self.paused
 
 
 Begin = Callable[[Sequence[Any], Newcomers], State]
@@ -78,10 +86,9 @@ Begin = Callable[[Sequence[Any], Newcomers], State]
 
 
 class Outcome(NamedTuple):
-    """How the search for each sentence ended; `finished` counts for those `done`, not outgrown."""
+    """How far the search for each sentence has come; `finished` counts for those `done`."""
 
     done: Bool[Array, " sentences"]
-    outgrown: Bool[Array, " sentences"]
     lanes: Int[Array, " sentences"]
     finished: Hypotheses
 
@@ -91,22 +98,25 @@ class Report(NamedTuple):
 
     Its sentences are those that were in the slots before, and behind them the newcomers.
 
-    slots: with which a step was taken, summed over the steps.
-    holds: the sentence that is in each slot now.
+    computed: hypotheses with which a step was taken, or could have been, summed over the steps.
+    joined:   how many newcomers have a slot.
+    holds:    the sentence that is in each slot now.
+    paused:   those slots whose sentences must go on in a larger pool.
     """
 
     steps: Int[Array, ""]
-    slots: Int[Array, ""]
+    computed: Int[Array, ""]
+    joined: Int[Array, ""]
     holds: Int[Array, " slots"]
+    paused: Bool[Array, " slots"]
     outcome: Outcome
 
 
 class _Call(NamedTuple):
-    """A call of `run` on its way: so many newcomers have joined."""
+    """A call of `run` on its way."""
 
     pool: Pool
     report: Report
-    joined: Int[Array, ""]
 
 
 def run(
@@ -120,63 +130,102 @@ def run(
     rules: Rules,
     shape: PoolShape,
 ) -> tuple[Pool, Report]:
-    """Search until all newcomers have joined and `least_idle` slots have no sentence alive.
+    """Search until all newcomers have joined and `least_idle` slots have no active sentence.
 
-    A newcomer joins as soon as a slot is idle.
+    A newcomer joins as soon as a slot is idle. Sentences that paused in an earlier call have left.
     """
+    pool = _leave(pool)
     search = Search(partial(decode_step, models, params), _reorder, rules)
-    begun = begin(params, newcomers)
+    begun, count = _begin_by_parts(begin, params, newcomers, shape)
     # Where hypotheses compete, a first step of one hypothesis is taken already.
     begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
+    computed = count if rules.competing else jnp.int32(0)
 
     def step(now: _Call) -> _Call:
-        idle = shape.slots - _count_alive(now.pool)
-        joining = jnp.minimum(idle, newcomers.count - now.joined)
+        joining = jnp.minimum(_count_idle(now.pool), newcomers.count - now.report.joined)
         now = jax.lax.fori_loop(0, joining, lambda _, now: _join(now, begun, shape), now)
         return _step(search, now, shape)
 
-    most_alive = shape.slots - least_idle
+    most_active = shape.slots - least_idle
     fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots >= part]
-    enough = jnp.maximum(most_alive, max(fewer, default=0))
+    enough = jnp.maximum(most_active, max(fewer, default=0))
 
     def is_busy(now: _Call) -> Array:
-        return (now.joined < newcomers.count) | (_count_alive(now.pool) > enough)
+        active, idle = _count_active(now.pool), _count_idle(now.pool)
+        can_join = (now.report.joined < newcomers.count) & (active + idle > 0)
+        return can_join | (active > enough)
 
-    nobody = _Call(pool, _empty_report(pool), jnp.int32(0))
-    now = jax.lax.while_loop(is_busy, step, nobody)
+    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, computed)))
     for slots, next_slots in pairwise([*fewer, 0]):
-        now = _go_on_in(slots, search, now, jnp.maximum(most_alive, next_slots), shape)
-    return now.pool, _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
+        now = _go_on_in(slots, search, now, jnp.maximum(most_active, next_slots), shape)
+    report = _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
+    return now.pool, report._replace(paused=now.pool.paused)
 
 
 def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
-    """Take a step with all sentences of the pool."""
+    """Take a step with all sentences of the pool but those that pause."""
     pool = now.pool
     alive = (pool.state.progress.alive.log_prob > -jnp.inf).sum(-1, dtype=jnp.int32)
-    pool = Pool(search.step(pool.state), pool.outgrown, pool.lanes + alive)
+    lanes = pool.lanes + jnp.where(pool.paused, 0, alive)
+    after = Pool(search.step(pool.state), pool.paused, lanes)
+    if shape.capacity < shape.steps * search.rules.beam_size:
+        after = _pause_outgrown(pool, after)
     report = now.report._replace(
-        steps=now.report.steps + 1, slots=now.report.slots + pool.outgrown.size
+        steps=now.report.steps + 1,
+        computed=now.report.computed + pool.state.progress.alive.token.size,
     )
-    return now._replace(pool=_stop_outgrown(pool, shape), report=report)
+    return _Call(after, report)
 
 
 def _go_on_in(
-    slots: int, search: Search, now: _Call, most_alive: Int[Array, ""], shape: PoolShape
+    slots: int, search: Search, now: _Call, most_active: Int[Array, ""], shape: PoolShape
 ) -> _Call:
-    """Search in fewer slots, where a step takes less time, until at most so many are alive."""
+    """Search in fewer slots, where a step takes less time, until at most so many are active."""
 
     def is_busy(now: _Call) -> Array:
-        return _count_alive(now.pool) > most_alive
+        return _count_active(now.pool) > most_active
 
     # A loop of one turn, because the branches of a `cond` would copy the pool.
     def go_on(now: _Call) -> _Call:
-        order = jnp.argsort(~now.pool.state.is_alive())[:slots]
+        order = jnp.argsort(~now.pool.is_active())[:slots]
         few = now._replace(pool=jax.tree.map(lambda leaf: leaf[order], now.pool))
         few = jax.lax.while_loop(is_busy, lambda few: _step(search, few, shape), few)
         pool = jax.tree.map(lambda old, new: old.at[order].set(new), now.pool, few.pool)
         return few._replace(pool=pool)
 
     return jax.lax.while_loop(is_busy, go_on, now)
+
+
+def _begin_by_parts(
+    begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
+) -> tuple[State, Int[Array, ""]]:
+    """Return the state of all newcomers, and of how many rows it was computed.
+
+    Often there are fewer of them than slots, and at the end of the input none.
+    """
+    part = shape.part
+
+    def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
+        first, begun = now
+        state = begin(params, _part(newcomers, first, part))
+        begun = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, 0), begun, state
+        )
+        return first + part, begun
+
+    shapes = jax.eval_shape(begin, params, _part(newcomers, 0, part))
+    nobody = jax.tree.map(lambda x: jnp.zeros((shape.slots, *x.shape[1:]), x.dtype), shapes)
+    count, begun = jax.lax.while_loop(
+        lambda now: now[0] < newcomers.count, begin_part, (jnp.int32(0), nobody)
+    )
+    return begun, count
+
+
+def _part(newcomers: Newcomers, first: Int[Array, ""] | int, size: int) -> Newcomers:
+    def take(array: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, size) if jnp.ndim(array) else array
+
+    return jax.tree.map(take, newcomers)
 
 
 def begin(
@@ -213,42 +262,18 @@ def begin(
     return search.begin(caches, given, newcomers.max_length, shape.steps, key)
 
 
-def empty(begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape) -> Pool:
-    """Return a pool without sentences, as numpy arrays; shapes are those of `newcomers`."""
-    none = np.zeros(shape.slots, np.int32)
+def pool_arrays(
+    begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
+) -> Pool:
+    """Return the shapes and types of a pool's arrays, given those of its newcomers."""
 
     def make(params: Sequence[Any], newcomers: Newcomers) -> Pool:
-        return _with_room(Pool(begin(params, newcomers), none.astype(bool), none), shape)
+        state = begin(params, _part(newcomers, 0, shape.part))
+        none = jnp.zeros(shape.part, jnp.int32)
+        pool = _with_room(Pool(state, none.astype(bool), none), shape)
+        return jax.tree.map(lambda x: jnp.zeros((shape.slots, *x.shape[1:]), x.dtype), pool)
 
-    shapes = jax.eval_shape(make, params, newcomers)
-    pool = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    pool.state.progress.alive.log_prob[:] = -np.inf
-    return pool
-
-
-def can_resize(pool: Pool) -> bool:
-    """Return whether the models' encoded sources can be moved to a pool of another width."""
-    return all(hasattr(cross, "resize") for cross, _ in pool.state.cache)
-
-
-def move(pool: Pool, order: Int[Array, " slots"], shape: PoolShape) -> Pool:
-    """Return the pool in another shape, in which all sentences that are alive have room.
-
-    `order` has the former slot of each sentence, and their number for a slot without one.
-    """
-    nobody = order >= pool.outgrown.size
-    pool = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0, mode="clip"), pool)
-    caches = _with_room(pool, shape).state.cache
-    if can_resize(pool):
-        caches = [(cross.resize(shape.width), cache) for cross, cache in caches]
-    progress = pool.state.progress
-    alive, finished = (
-        each._replace(ids=resize_axis(each.ids, shape.steps, axis=2, fill=PAD))
-        for each in (progress.alive, progress.finished)
-    )
-    progress = progress._replace(alive=alive, finished=finished)
-    pool = pool._replace(state=State(pool.state.rows, progress, caches))
-    return _with_log_prob(pool, jnp.where(nobody[:, None], -jnp.inf, progress.alive.log_prob))
+    return jax.eval_shape(make, params, newcomers)
 
 
 def decode_step(models, params, tokens, caches):
@@ -278,14 +303,14 @@ def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
     """Let the next of the sentences that are begun take an idle slot."""
     slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
     report = _record(now, slot[None])
-    holds = report.holds.at[slot].set(shape.slots + now.joined)
-    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, now.joined, 1), begun)
+    holds = report.holds.at[slot].set(shape.slots + report.joined)
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, report.joined, 1), begun)
     pool = jax.tree.map(
         lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0),
         now.pool,
         _with_room(row, shape),
     )
-    return _Call(pool, report._replace(holds=holds), now.joined + 1)
+    return _Call(pool, report._replace(holds=holds, joined=report.joined + 1))
 
 
 def _with_room(pool: Pool, shape: PoolShape) -> Pool:
@@ -296,20 +321,23 @@ def _with_room(pool: Pool, shape: PoolShape) -> Pool:
     return pool._replace(state=pool.state._replace(cache=caches))
 
 
-def _count_alive(pool: Pool) -> Int[Array, ""]:
-    return pool.state.is_alive().sum(dtype=jnp.int32)
+def _count_active(pool: Pool) -> Int[Array, ""]:
+    return pool.is_active().sum(dtype=jnp.int32)
 
 
-def _empty_report(pool: Pool) -> Report:
-    slots = pool.outgrown.size
+def _count_idle(pool: Pool) -> Int[Array, ""]:
+    return (~pool.state.is_alive()).sum(dtype=jnp.int32)
+
+
+def _empty_report(pool: Pool, computed: Int[Array, ""]) -> Report:
+    slots, zero = pool.paused.size, jnp.int32(0)
     outcome = _outcome(pool)
     nothing = jax.tree.map(lambda x: jnp.zeros((2 * slots, *x.shape[1:]), x.dtype), outcome)
-    return Report(jnp.int32(0), jnp.int32(0), jnp.arange(slots, dtype=jnp.int32), nothing)
+    return Report(zero, computed, zero, jnp.arange(slots, dtype=jnp.int32), pool.paused, nothing)
 
 
 def _outcome(pool: Pool) -> Outcome:
-    finished = pool.state.progress.finished
-    return Outcome(~pool.state.is_alive(), pool.outgrown, pool.lanes, finished)
+    return Outcome(~pool.state.is_alive(), pool.lanes, pool.state.progress.finished)
 
 
 def _record(now: _Call, slots: Int[Array, " some"]) -> Report:
@@ -323,17 +351,32 @@ def _record(now: _Call, slots: Int[Array, " some"]) -> Report:
     return report._replace(outcome=outcome)
 
 
-def _stop_outgrown(pool: Pool, shape: PoolShape) -> Pool:
-    progress = pool.state.progress
-    if shape.capacity >= shape.steps * progress.alive.token.shape[1]:
-        return pool
-    is_full = jnp.stack([cache.is_full() for _, cache in pool.state.cache]).any(axis=0)
-    outgrown = pool.state.is_alive() & is_full
-    pool = pool._replace(outgrown=pool.outgrown | outgrown)
-    return _with_log_prob(pool, jnp.where(outgrown[:, None], -jnp.inf, progress.alive.log_prob))
+def _pause_outgrown(before: Pool, after: Pool) -> Pool:
+    """Return the pool after a step, in which sentences that paused before it are as they were."""
+    paused = before.paused
+
+    def keep(old: Any, new: Any) -> Any:
+        if hasattr(new, "keep"):
+            return new.keep(paused, old)
+        return jax.tree.map(
+            lambda old, new: jnp.where(paused.reshape(-1, *[1] * (new.ndim - 1)), old, new),
+            old,
+            new,
+        )
+
+    caches = [
+        (cross, keep(old, new))
+        for (_, old), (cross, new) in zip(before.state.cache, after.state.cache, strict=True)
+    ]
+    progress = keep(before.state.progress, after.state.progress)
+    state = State(after.state.rows, progress, caches)
+    is_full = jnp.stack([cache.is_full() for _, cache in caches]).any(axis=0)
+    return after._replace(state=state, paused=state.is_alive() & is_full)
 
 
-def _with_log_prob(pool: Pool, log_prob: Float[Array, "slots beam"]) -> Pool:
+def _leave(pool: Pool) -> Pool:
+    """Return the pool without the sentences that paused: their slots are idle."""
     progress = pool.state.progress
+    log_prob = jnp.where(pool.paused[:, None], -jnp.inf, progress.alive.log_prob)
     progress = progress._replace(alive=progress.alive._replace(log_prob=log_prob))
-    return pool._replace(state=pool.state._replace(progress=progress))
+    return Pool(pool.state._replace(progress=progress), jnp.zeros_like(pool.paused), pool.lanes)

@@ -6,18 +6,18 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from flaxformer_min.decoding.moves import arrange, rows
 from flaxformer_min.decoding.pool import (
     Newcomers,
+    Pool,
     PoolShape,
     Report,
     Rules,
-    can_resize,
-    move,
     run,
 )
 from flaxformer_min.decoding.search import Hypotheses
@@ -67,19 +67,17 @@ class Usage:
 
     steps:    of pools.
     computed: lanes in all steps.
-    needed:   lanes with a hypothesis that was alive, of sentences that were not begun again.
+    needed:   lanes with a hypothesis that was alive.
     """
 
     steps: int = 0
     computed: int = 0
     needed: int = 0
 
-    def add_steps(self, report: Report, shape: PoolShape, rules: Rules) -> None:
-        """Count the steps that the pool took on each device, after newcomers took their first."""
+    def add_steps(self, report: Report) -> None:
+        """Count the steps that the pool took on each device."""
         self.steps += int(report.steps.sum())
-        self.computed += int(report.slots.sum()) * rules.beam_size
-        if rules.competing:
-            self.computed += len(report.steps) * shape.slots
+        self.computed += int(report.computed.sum())
 
     @property
     def share(self) -> float:
@@ -123,6 +121,10 @@ class Job:
         most = tokens * self.options.beam_size
         return (min(2 * tokens, most), most) if self.rules.competing else (most,)
 
+    def pool_arrays(self, shape: PoolShape) -> Pool:
+        """Return the shapes and types of the arrays of a device's pool."""
+        return self.runner.pool_arrays(self.rules, shape, self._newcomers([], shape))
+
     def newcomers(self, of_devices: list[list[int]], shape: PoolShape) -> Newcomers:
         """Return the arrays of the lines that join the pool of each device."""
         each = [self._newcomers(lines, shape) for lines in of_devices]
@@ -143,61 +145,64 @@ class Job:
         return Newcomers(np.int32(len(lines)), source, limits, numbers, seed, prefix)
 
 
+class Paused(NamedTuple):
+    """A sentence that waits for a larger pool: its rows, and their capacity."""
+
+    capacity: int
+    rows: list[np.ndarray]
+
+
 class Lanes:
     """The sentences that one core, or all accelerators, search together.
 
-    Short ones come first. A translation that outgrows its cache begins again as soon as there is a
-    pool with room for it, so it need not go on alone after all others.
+    Short ones come first. A sentence that outgrows its cache pauses until the others move to a
+    larger pool, so that it need not go on alone after them.
     """
 
     def __init__(self, job: Job, lines: Sequence[int]):
         """Take these lines, shortest sources first."""
         self.job = job
-        # The last of each is the next.
-        self.waiting = [*reversed(lines)]
-        self.outgrown: list[int] = []
-        self.outgrew: dict[int, int] = {}
+        self.waiting = [*reversed(lines)]  # the last is the next
+        self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
         """Choose who joins next; return whether there is anything to do."""
         alive = [line for slots in self.lines for line in slots if line is not None]
-        if not alive and not self._count_waiting():
+        if not (alive or self.waiting or self.paused):
             return False
-        if self._count_waiting() and not self._next(self.shape):
+        if self._is_crowded() or not self._can_join():
             self._change_shape(alive)
         self.joining: list[list[int]] = [[] for _ in self.lines]
-        while self._next(self.shape) and len(self.joining[-1]) < self.shape.slots:
-            for of_device in self.joining:
-                if queue := self._next(self.shape):
-                    of_device.append(queue.pop())
+        while not self._is_crowded() and self._can_join():
+            of_device = min(self.joining, key=len)
+            if len(of_device) == self.shape.slots:
+                break
+            of_device.append(self.waiting.pop())
         self._prepare()
         return True
 
-    def _count_waiting(self) -> int:
-        return len(self.waiting) + len(self.outgrown)
+    def _is_crowded(self) -> bool:
+        """Return whether so many sentences pause that no others may begin: they take memory."""
+        return self.shape is not None and 2 * len(self.paused) >= self.shape.slots * len(self.lines)
 
-    def _next(self, shape: PoolShape | None) -> list[int]:
-        """Return the queue whose next line may join a pool: it has room there, and few lanes idle.
+    def _can_join(self) -> bool:
+        """Return whether the pool suits the next line that waits."""
+        if self.shape is None or not self.waiting:
+            return False
+        return self._suits(self.shape.width, self.waiting[-1])
 
-        Those that outgrew a pool are first, because they take long.
-        """
-        for queue in (self.outgrown, self.waiting):
-            if shape is None or not queue:
-                continue
-            line = queue[-1]
-            has_room = queue is self.waiting or self._room(line) <= shape.capacity
-            if has_room and self._width(line) <= shape.width <= WIDEST * self._width(line):
-                return queue
-        return []
+    def _suits(self, width: int, line: int) -> bool:
+        return self._width(line) <= width <= WIDEST * self._width(line)
 
     def _width(self, line: int) -> int:
         return bucket(self.job.length(line), self.job.runner.lengths)
 
     def _room(self, line: int) -> int:
-        """Return the capacity with which a line begins again."""
-        return bucket(self.outgrew.get(line, 0) + 1, self.job.rooms(self.job.limit(line)))
+        """Return the capacity with which a line can go on."""
+        used = self.paused[line].capacity if line in self.paused else 0
+        return bucket(used + 1, self.job.rooms(self.job.limit(line)))
 
     def _prepare(self) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
@@ -211,59 +216,62 @@ class Lanes:
 
     def _least_idle(self) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
-        slots = self.shape.slots
-        waiting = self._count_waiting()
-        if not waiting or not any(self.joining):
+        slots, waiting = self.shape.slots, len(self.waiting) + len(self.paused)
+        if not any(self.joining):
+            # Those that could go on here found no idle slot, so at least one step is taken.
+            can_resume = any(self._can_resume(line, self.shape) for line in self.paused)
+            return -(-slots // 4) if can_resume else slots
+        if not waiting:
             return slots
-        if waiting < slots * len(self.lines) and not self._next(self.shape):
-            return slots - slots // 4  # for a larger shape takes longer for each that is alive
+        if waiting < slots * len(self.lines) and not self._can_join():
+            return -(-slots // 2)  # for a larger shape takes longer for each that is alive
         return -(-slots // 16)
 
     def _change_shape(self, alive: list[int]) -> None:
         """Make a pool for the next line, or move those that are alive to one, if it suits them.
 
-        If no line that waits suits them, they go on among themselves.
+        Those that pause go on there if they have room. If no line that waits suits those alive,
+        they go on among themselves.
         """
-        runner = self.job.runner
         widest = WIDEST * min(map(self._width, alive), default=LENGTHS[-1])
-        following = [
-            queue[-1]
-            for queue in (self.waiting, self.outgrown)
-            if queue and self._width(queue[-1]) <= widest
-        ]
-        shape = self._shape_for(alive, following[:1])
-        if not alive:
-            self.shape = shape
-            self.lines = [[None] * shape.slots for _ in runner.devices]
-            nobody = self.job.newcomers([[]], shape)
-            self.pool = runner.empty_pool(self.job.rules, shape, nobody)
-        elif (
-            shape != self.shape
-            and (self._next(shape) or not following)
+        lines = [*self.waiting[-1:], *self.paused]
+        if self._is_crowded():
+            lines = [*self.paused, *self.waiting[-1:]]
+        following = [line for line in lines if self._width(line) <= widest][:1]
+        shape = self._shape_for(alive, following)
+        if alive and not (
+            all(self._suits(shape.width, line) for line in following)
             and self._fullest() <= shape.slots
             and shape.width <= widest
-            and (shape.width == self.shape.width or can_resize(self.pool))
         ):
-            self._move(shape)
+            shape = self.shape
+        resumed = [line for line in self.paused if self._can_resume(line, shape)]
+        if shape != self.shape or (resumed and self._fullest() < shape.slots):
+            self._build(shape, resumed)
+
+    def _can_resume(self, line: int, shape: PoolShape) -> bool:
+        """Return whether a line that pauses can go on in a pool of this shape."""
+        return self.paused[line].capacity < shape.capacity and self._suits(shape.width, line)
 
     def _shape_for(self, alive: list[int], following: list[int]) -> PoolShape:
         """Return the shape of a pool for those alive, who comes next, and those that come later."""
         runner, job, devices = self.job.runner, self.job, len(self.job.runner.devices)
+        fullest = self._fullest()
         width = max(map(self._width, [*alive, *following]))
+        if fullest:
+            width = max(width, self.shape.width)
         # A pool of its own would be compiled for little if only few lines had this width.
         few = self.waiting[-(runner.batch_size * devices // 4) :]
         widths = [self._width(line) for line in few]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
-        waiting = [*self.waiting, *self.outgrown]
-        fitting = [line for line in waiting if self._width(line) <= width]
-        fullest = self._fullest()
+        fitting = [line for line in (*self.waiting, *self.paused) if self._width(line) <= width]
         least = max(fullest, runner.batch_size // 4) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
         near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
         is_last = len(near) <= runner.batch_size // 4 * devices
-        if is_last:
-            room = max([room, *map(self._room, fitting)])
+        if is_last or self._is_crowded():
+            room = max([room, *map(self._room, fitting if is_last else self.paused)])
         capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps)))
         return dataclasses.replace(shape, capacity=capacity, last=is_last and shape.slots > 1)
 
@@ -271,17 +279,22 @@ class Lanes:
         """Return the most sentences that are alive on one device."""
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
-    def _move(self, shape: PoolShape) -> None:
-        runner, old = self.job.runner, self.shape
-        order = np.full((len(self.lines), shape.slots), old.slots, np.int32)
+    def _build(self, shape: PoolShape, resumed: list[int]) -> None:
+        """Make a pool of this shape, of the sentences that are alive and of those resumed."""
+        lines: list[list[int]] = [[] for _ in self.job.runner.devices]
+        groups: list[list[list[np.ndarray]]] = [[] for _ in lines]
         for device, slots in enumerate(self.lines):
-            kept = [slot for slot, line in enumerate(slots) if line is not None]
-            order[device, : len(kept)] = kept
-            lines = [slots[slot] for slot in kept]
-            self.lines[device] = lines + [None] * (shape.slots - len(lines))
-        key, arrays = ("move", self.job.rules, old, shape), (self.pool, order)
-        moved = runner.compiled(key, lambda _, pool, order: move(pool, order, shape), *arrays)
-        self.pool, self.shape = moved(runner.params, *arrays), shape
+            if kept := [slot for slot, line in enumerate(slots) if line is not None]:
+                lines[device] += [slots[slot] for slot in kept]
+                groups[device].append(rows(self.pool, device, kept))
+        for line in resumed:
+            device = min(range(len(lines)), key=lambda device: len(lines[device]))
+            if len(lines[device]) < shape.slots:
+                lines[device].append(line)
+                groups[device].append(self.paused.pop(line).rows)
+        self.pool = arrange(groups, self.job.pool_arrays(shape))
+        self.lines = [each + [None] * (shape.slots - len(each)) for each in lines]
+        self.shape = shape
 
     def run(self) -> Report:
         """Search until the newcomers have joined and some sentences are done; all if none waits."""
@@ -290,27 +303,37 @@ class Lanes:
         return jax.device_get(report)
 
     def collect(self, report: Report) -> tuple[list[int], Hypotheses]:
-        """Return lines that are done and their hypotheses; those that outgrew wait again."""
-        rows, batch = [], []
+        """Return lines that are done and their hypotheses; those that outgrew the pool pause."""
+        done, batch, not_joined = [], [], []
         usage = self.job.runner.usage
-        usage.add_steps(report, self.shape, self.job.rules)
+        usage.add_steps(report)
         for device, (old, new) in enumerate(zip(self.lines, self.joining, strict=True)):
             lines = dict(enumerate(old)) | dict(enumerate(new, start=self.shape.slots))
             outcome = jax.tree.map(lambda array, device=device: array[device], report.outcome)
+            not_joined += new[int(report.joined[device]) :]
             for row, line in lines.items():
-                if line is None or not outcome.done[row]:
-                    continue
-                lines[row] = None
-                if outcome.outgrown[row]:
-                    self.outgrown.append(line)
-                    self.outgrew[line] = self.shape.capacity
-                else:
+                if line is not None and outcome.done[row]:
+                    lines[row] = None
                     usage.needed += int(outcome.lanes[row])
-                    rows.append((device, row))
+                    done.append((device, row))
                     batch.append(line)
             self.lines[device] = [lines[row] for row in report.holds[device].tolist()]
-        index = tuple(np.array(rows, int).reshape(-1, 2).T)
+            self._pause(device, np.flatnonzero(report.paused[device]).tolist())
+        self.waiting += sorted(not_joined, key=lambda line: (-self.job.length(line), -line))
+        index = tuple(np.array(done, int).reshape(-1, 2).T)
         return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
+
+    def _pause(self, device: int, slots: list[int]) -> None:
+        """Take the sentences in these slots out of the pool."""
+        if not slots:
+            return
+        arrays = rows(self.pool, device, slots)
+        for row, slot in enumerate(slots):
+            line = self.lines[device][slot]
+            self.paused[line] = Paused(
+                self.shape.capacity, [array[row : row + 1] for array in arrays]
+            )
+            self.lines[device][slot] = None
 
 
 def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:

@@ -169,8 +169,8 @@ class KeyValue(NamedTuple):
         )
 
 
-def resize_axis(x: Array, size: int, axis: int, fill: int = 0) -> Array:
-    """Return `x` cut, or continued with `fill`, to this size of an axis.
+def resize_axis(x: Array, size: int, axis: int) -> Array:
+    """Return `x` cut, or continued with zeros, to this size of an axis.
 
     >>> x = jnp.array([1, 2])
     >>> resize_axis(x, 1, axis=0), resize_axis(x, 3, axis=0)
@@ -179,4 +179,4 @@ def resize_axis(x: Array, size: int, axis: int, fill: int = 0) -> Array:
     x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, size - x.shape[axis]
-    return jnp.pad(x, widths, constant_values=fill)
+    return jnp.pad(x, widths)

@@ -23,11 +23,6 @@ class CrossAttentionCache(NamedTuple):
     segments: Int[Array, "batch source"]
     keys_values: tuple[KeyValue, ...]
 
-    def resize(self, width: int) -> "CrossAttentionCache":
-        """Return the cache of sources cut, or padded, to `width` tokens."""
-        resized = tuple(layer.resize(width) for layer in self.keys_values)
-        return CrossAttentionCache(resize_axis(self.segments, width, axis=1), resized)
-
 
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.
@@ -50,7 +45,7 @@ class Cache(NamedTuple):
     ) -> tuple[Bool[Array, "batch hypotheses entries"], Int[Array, "batch hypotheses"]]:
         """Return what the first hypotheses see with their next tokens, and the entries of these.
 
-        The entries are free ones while the cache is not full.
+        The entries are free ones, and none at all where the cache is full.
         """
         entries = batched_free_entries(self.visible, hypotheses)
         numbers = jnp.arange(self.visible.shape[2], dtype=jnp.int32)
@@ -61,6 +56,15 @@ class Cache(NamedTuple):
         """Return whether there are fewer free entries than hypotheses."""
         seen = self.visible.any(axis=1).sum(axis=1, dtype=jnp.int32)
         return seen + self.visible.shape[1] > self.visible.shape[2]
+
+    def keep(self, kept: Bool[Array, " batch"], before: "Cache") -> "Cache":
+        """Return the cache in which some sentences are as `before` a step.
+
+        Their keys and values still are, because a step stores its own in free entries alone.
+        """
+        visible = jnp.where(kept[:, None, None], before.visible, self.visible)
+        positions = jnp.where(kept, before.positions, self.positions)
+        return self._replace(visible=visible, positions=positions)
 
     def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
         """Return the cache in which hypothesis i continues hypothesis `parents[i]`."""
@@ -75,14 +79,14 @@ class Cache(NamedTuple):
 
 
 def free_entries(visible: Bool[Array, "beam entries"], number: int) -> Int[Array, " number"]:
-    """Return the first entries that no hypothesis sees; 0 where there are too few.
+    """Return the first entries that no hypothesis sees; beyond the last where there are too few.
 
     >>> free_entries(jnp.array([[1, 0, 1, 0, 0], [1, 0, 0, 0, 0]], bool), 2)
     Array([1, 3], dtype=int32)
     """
     counted = jnp.cumsum(~visible.any(axis=0), dtype=jnp.int32)
     wanted = jnp.arange(1, number + 1, dtype=jnp.int32)
-    return jnp.argmax(counted[None, :] == wanted[:, None], axis=1).astype(jnp.int32)
+    return (counted[None, :] < wanted[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 batched_free_entries = jax.vmap(free_entries, in_axes=(0, None))

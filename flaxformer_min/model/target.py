@@ -51,15 +51,16 @@ def compute_dtype(config: ModelConfig) -> str:
 def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:
     """Store `new` [batch heads ..] at entries of `axis` that are each sentence's own.
 
-    `axis` is 1 or 2 of a sentence's own [heads entries d_k] or [heads d_k entries].
+    `axis` is 1 or 2 of a sentence's own [heads entries d_k] or [heads d_k entries]. What belongs
+    beyond the last entry is not stored.
     """
     if target_platform() == "tpu":
         return _place_at(stored, new, entries, axis)
 
     def of_sentence(stored: Array, new: Array, entries: Array) -> Array:
         index = (*[slice(None)] * axis, entries)
-        # Entries repeat only for a sentence that is done, whose cache nobody reads any more.
-        return stored.at[index].set(new, mode="promise_in_bounds", unique_indices=True)
+        # Entries repeat only beyond the last.
+        return stored.at[index].set(new, mode="drop", unique_indices=True)
 
     return jax.vmap(of_sentence)(stored, new, entries)
 
