@@ -65,7 +65,8 @@ def hashed_words(
         along[0] = rows.astype(jnp.uint32).reshape(-1, *[1] * (len(shape) - 1))
     numbers = [each * jnp.uint32(stride) for each, stride in zip(along, strides, strict=True)]
     word = sum(numbers, start=jnp.zeros(shape, jnp.uint32))
-    for secret in jax.random.bits(key, (2,), jnp.uint32):
+    # Not bits drawn from the key: an accelerator takes longer to begin with two words than to draw.
+    for secret in jax.random.key_data(key)[-2:]:
         word = word ^ secret
         word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
         word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
