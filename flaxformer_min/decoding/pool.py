@@ -204,6 +204,8 @@ def _begin_by_parts(
     Often there are fewer of them than slots, and at the end of the input none.
     """
     part = shape.part
+    if part == shape.slots:
+        return begin(params, newcomers), jnp.int32(part)
 
     def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
         first, begun = now
