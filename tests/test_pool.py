@@ -228,6 +228,15 @@ def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch
         assert ids.tolist() == others.tolist()
 
 
+def test_a_cache_that_says_it_is_always_full_gets_all_the_room_there_is(monkeypatch):
+    """A model of one's own may be too careful: nothing is lost, and the search ends."""
+    sources = make_sources([*[17] * 6, *[60] * 3])
+    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
+    monkeypatch.setattr(History, "is_full", lambda self: jnp.ones(len(self.positions), bool))
+    found, _ = find(table, sources, max_extra_tokens=20, early_stopping=True, **settings)
+    expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
+
+
 def test_one_long_sentence_has_a_pool_of_its_own():
     """100 tokens among thirty of 8: no short one is computed in its width."""
     shapes = set()

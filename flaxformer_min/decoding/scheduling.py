@@ -201,8 +201,8 @@ class Lanes:
 
     def _room(self, line: int) -> int:
         """Return the capacity with which a line can go on."""
-        used = self.paused[line].capacity if line in self.paused else 0
-        return bucket(used + 1, self.job.rooms(self.job.limit(line)))
+        needed = self.paused[line].capacity + 1 if line in self.paused else 0
+        return bucket(needed, (*self.job.rooms(self.job.limit(line)), needed))
 
     def _prepare(self) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
@@ -270,9 +270,10 @@ class Lanes:
         room = self.shape.capacity if fullest else 0
         near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
         is_last = len(near) <= runner.batch_size // 4 * devices
-        if is_last or self._is_crowded():
-            room = max([room, *map(self._room, fitting if is_last else self.paused)])
-        capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps)))
+        if not is_last:
+            fitting = [line for line in fitting if line in self.paused and self._is_crowded()]
+        room = max([room, *map(self._room, fitting)])
+        capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps), room))
         return dataclasses.replace(shape, capacity=capacity, last=is_last and shape.slots > 1)
 
     def _fullest(self) -> int:
