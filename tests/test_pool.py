@@ -208,12 +208,12 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
 
 
 def test_a_pool_stays_full():
-    """300 sentences of different lengths in 16 slots: nine lanes of ten are needed."""
+    """300 sentences of different lengths in 64 slots: few lanes are computed in vain."""
     lengths = np.random.default_rng(0).integers(3, 17, 300).tolist()
     _, runner = find(
         make_table(eos=-30.0), make_sources(lengths), batch_size=64, max_extra_tokens=3
     )
-    assert runner.usage.share > 0.8
+    assert runner.usage.share > 0.85
 
 
 def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch):
