@@ -209,25 +209,35 @@ def _begin_by_parts(
 
     def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
         first, begun = now
-        state = begin(params, _part(newcomers, first, part))
-        begun = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, 0), begun, state
-        )
-        return first + part, begun
+        state = begin(params, _taken(newcomers, first, part))
+        return first + part, _put(begun, state, first)
 
-    shapes = jax.eval_shape(begin, params, _part(newcomers, 0, part))
-    nobody = jax.tree.map(lambda x: jnp.zeros((shape.slots, *x.shape[1:]), x.dtype), shapes)
+    nobody = _zeros(jax.eval_shape(begin, params, _taken(newcomers, 0, part)), shape.slots)
     count, begun = jax.lax.while_loop(
         lambda now: now[0] < newcomers.count, begin_part, (jnp.int32(0), nobody)
     )
     return begun, count
 
 
-def _part(newcomers: Newcomers, first: Int[Array, ""] | int, size: int) -> Newcomers:
-    def take(array: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, first, size) if jnp.ndim(array) else array
+def _taken(tree: Any, first: Int[Array, ""] | int, rows: int) -> Any:
+    """Return so many rows of the arrays, and scalars as they are."""
 
-    return jax.tree.map(take, newcomers)
+    def take(array: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, rows) if jnp.ndim(array) else array
+
+    return jax.tree.map(take, tree)
+
+
+def _put(tree: Any, rows: Any, first: Int[Array, ""]) -> Any:
+    """Return the arrays with these rows in place of theirs."""
+    return jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, 0), tree, rows
+    )
+
+
+def _zeros(tree: Any, rows: int) -> Any:
+    """Return zeros with so many rows, otherwise shaped as the arrays."""
+    return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), tree)
 
 
 def begin(
@@ -270,10 +280,9 @@ def pool_arrays(
     """Return the shapes and types of a pool's arrays, given those of its newcomers."""
 
     def make(params: Sequence[Any], newcomers: Newcomers) -> Pool:
-        state = begin(params, _part(newcomers, 0, shape.part))
+        state = begin(params, _taken(newcomers, 0, shape.part))
         none = jnp.zeros(shape.part, jnp.int32)
-        pool = _with_room(Pool(state, none.astype(bool), none), shape)
-        return jax.tree.map(lambda x: jnp.zeros((shape.slots, *x.shape[1:]), x.dtype), pool)
+        return _zeros(_with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
 
     return jax.eval_shape(make, params, newcomers)
 
@@ -306,12 +315,8 @@ def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
     slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
     report = _record(now, slot[None])
     holds = report.holds.at[slot].set(shape.slots + report.joined)
-    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, report.joined, 1), begun)
-    pool = jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0),
-        now.pool,
-        _with_room(row, shape),
-    )
+    row = _with_room(_taken(begun, report.joined, 1), shape)
+    pool = _put(now.pool, row, slot)
     return _Call(pool, report._replace(holds=holds, joined=report.joined + 1))
 
 
@@ -333,8 +338,7 @@ def _count_idle(pool: Pool) -> Int[Array, ""]:
 
 def _empty_report(pool: Pool, computed: Int[Array, ""]) -> Report:
     slots, zero = pool.paused.size, jnp.int32(0)
-    outcome = _outcome(pool)
-    nothing = jax.tree.map(lambda x: jnp.zeros((2 * slots, *x.shape[1:]), x.dtype), outcome)
+    nothing = _zeros(_outcome(pool), 2 * slots)
     return Report(zero, computed, zero, jnp.arange(slots, dtype=jnp.int32), pool.paused, nothing)
 
 

@@ -270,9 +270,11 @@ class Lanes:
         room = self.shape.capacity if fullest else 0
         near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
         is_last = len(near) <= runner.batch_size // 4 * devices
-        if not is_last:
-            fitting = [line for line in fitting if line in self.paused and self._is_crowded()]
-        room = max([room, *map(self._room, fitting)])
+        if is_last:
+            room = max([room, *map(self._room, fitting)])
+        elif self._is_crowded():
+            room = max([room, *(self._room(line) for line in fitting if line in self.paused)])
+        # `room` itself, because a model of one's own may ask for more than all tokens need.
         capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps), room))
         return dataclasses.replace(shape, capacity=capacity, last=is_last and shape.slots > 1)
 
