@@ -264,7 +264,14 @@ def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
     sources = make_sources([9, 500, 11])
     _, runner = find(make_table(eos=-30.0), sources, batch_size=64, max_extra_tokens=2)
     capacities = {key[2].width: key[2].capacity for key in runner._programs if key[0] == "run"}
-    assert capacities == {16: 49, 512: 4 * 514}
+    assert capacities == {16: 64, 512: 4 * 514}  # 28 tokens of 1.75 hypotheses, in 16s
+
+
+@pytest.mark.parametrize("beam_size, given, slots", [(1, None, 128), (4, None, 64), (1, 32, 32)])
+def test_greedily_a_pool_has_twice_the_sentences_unless_told_how_many(beam_size, given, slots):
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], given)
+    job = scheduling.Job(runner, {}, {}, Options(beam_size=beam_size), 0)
+    assert runner.shape(job, 16, 500).slots == slots
 
 
 def test_one_long_sentence_costs_no_more_than_its_own_lanes():

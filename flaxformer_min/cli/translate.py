@@ -45,7 +45,7 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
             speed.count([of_line[0].text for of_line in found])
             advance(len(lines))
     if args.verbose:
-        _print_speed(translator, speed)
+        _print_speed(translator, speed, options.beam_size)
     return 0
 
 
@@ -72,9 +72,10 @@ def _translated(
         yield f"{score:.4f}\t{log_prob:.4f}\t{text}" if args.scores else text
 
 
-def _print_speed(translator: Any, speed: Speed) -> None:
+def _print_speed(translator: Any, speed: Speed, beam_size: int) -> None:
     runner = translator.runner
-    rows, lengths = (", ".join(map(str, each)) for each in (runner.batch_sizes(), runner.lengths))
+    sizes = runner.pool_sizes(beam_size), runner.lengths
+    rows, lengths = (", ".join(map(str, each)) for each in sizes)
     usage = runner.usage
     print(
         f"{speed}\nsources are padded to {lengths} tokens and pools to "

@@ -33,11 +33,13 @@ from flaxformer_min.decoding.scheduling import (
     LONGEST_OF_A_FULL_BATCH,
     LONGEST_PREFIX,
     USUAL_BATCH,
+    USUAL_GREEDY,
     Job,
     Lanes,
     Options,
     Usage,
     bucket,
+    in_blocks,
     padded,
 )
 from flaxformer_min.decoding.search import Hypotheses
@@ -73,9 +75,9 @@ class BatchRunner:
             self.lengths = (*(each for each in LENGTHS if each < max_positions), max_positions)
         devices = jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
-        usual = USUAL_BATCH["cpu" if on_cpu else "accelerator"]
-        self.batch_size = batch_size or usual
-        self.most_tokens = usual * LONGEST_OF_A_FULL_BATCH
+        self.kind = "cpu" if on_cpu else "accelerator"
+        self.batch_size = batch_size
+        self.most_tokens = USUAL_BATCH[self.kind] * LONGEST_OF_A_FULL_BATCH
         # Cores share one device: programs are compiled once, and weights are in the cache once.
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
         self.compilations, self.usage = 0, Usage()
@@ -101,9 +103,14 @@ class BatchRunner:
             self._pool_arrays[rules, shape] = pool
         return self._pool_arrays[rules, shape]
 
-    def batch_sizes(self) -> list[int]:
-        """Return the numbers of sentences that batches are padded to, on each device."""
-        return _sizes(self.batch_size)
+    def most_sentences(self, beam_size: int | None = None) -> int:
+        """Return the most sentences at once on each device, searched or, without a beam, scored."""
+        usual = USUAL_GREEDY if beam_size == 1 else USUAL_BATCH
+        return self.batch_size or usual[self.kind]
+
+    def pool_sizes(self, beam_size: int) -> list[int]:
+        """Return the numbers of sentences that pools are padded to, on each device."""
+        return _sizes(self.most_sentences(beam_size))
 
     def search(
         self,
@@ -198,11 +205,12 @@ class BatchRunner:
     def _rows(self, sentences: int, longest: int) -> int:
         """Return the rows that a batch is padded to: one of a few sizes on each device."""
         each = -(-sentences // len(self.devices))
-        return self._size(each, bucket(longest, self.lengths)) * len(self.devices)
+        size = self._size(each, bucket(longest, self.lengths), self.most_sentences())
+        return size * len(self.devices)
 
-    def _size(self, sentences: int, width: int) -> int:
+    def _size(self, sentences: int, width: int, most: int) -> int:
         """Return the first of a few sizes that holds so many sentences, or the largest allowed."""
-        full = min(self.batch_size, max(self.most_tokens // width, 1))
+        full = min(most, max(self.most_tokens // width, 1))
         return bucket(min(sentences, full), _sizes(full))
 
     def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:
@@ -214,8 +222,9 @@ class BatchRunner:
         # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
         first = max(8, 3 * share // 4)
-        slots = max(size for size in self.batch_sizes() if size <= first)
-        slots = self._size(max(min(share, slots), at_least), width)
+        slots = max(size for size in self.pool_sizes(job.rules.beam_size) if size <= first)
+        most = self.most_sentences(job.rules.beam_size)
+        slots = self._size(max(min(share, slots), at_least), width, most)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
@@ -278,7 +287,7 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
         # An exact search goes on for long after the best translation has ended.
         tokens = width + width // 2 + 4
     capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
-    return PoolShape(slots, width, min(capacity, most), steps, prefix)
+    return PoolShape(slots, width, in_blocks(min(capacity, most), beam), steps, prefix)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,9 @@ BATCHES = (1, 8, 16, 32, 64, 128, 256)
 USUAL_BATCH = {"cpu": 64, "accelerator": 256}
 """Most sentences at once on each device, unless a number is configured."""
 
+USUAL_GREEDY = {"cpu": 128, "accelerator": 256}
+"""The same for a search with one hypothesis of each sentence."""
+
 WIDEST = 4
 """A sentence is computed in at most so many times its own width."""
 
@@ -119,7 +122,8 @@ class Job:
         Hypotheses that compete share most of their tokens.
         """
         most = tokens * self.options.beam_size
-        return (min(2 * tokens, most), most) if self.rules.competing else (most,)
+        sizes = (min(2 * tokens, most), most) if self.rules.competing else (most,)
+        return tuple(in_blocks(size, self.options.beam_size) for size in sizes)
 
     def pool_arrays(self, shape: PoolShape) -> Pool:
         """Return the shapes and types of the arrays of a device's pool."""
@@ -261,15 +265,16 @@ class Lanes:
         if fullest:
             width = max(width, self.shape.width)
         # A pool of its own would be compiled for little if only few lines had this width.
-        few = self.waiting[-(runner.batch_size * devices // 4) :]
+        quarter = runner.most_sentences(job.rules.beam_size) // 4
+        few = self.waiting[-quarter * devices :]
         widths = [self._width(line) for line in few]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
         fitting = [line for line in (*self.waiting, *self.paused) if self._width(line) <= width]
-        least = max(fullest, runner.batch_size // 4) if fullest else 0
+        least = max(fullest, quarter) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
         near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
-        is_last = len(near) <= runner.batch_size // 4 * devices
+        is_last = len(near) <= quarter * devices
         if is_last:
             room = max([room, *map(self._room, fitting)])
         elif self._is_crowded():
@@ -354,3 +359,13 @@ def bucket(length: int, sizes: Sequence[int]) -> int:
     16
     """
     return next(size for size in sizes if size >= length)
+
+
+def in_blocks(entries: int, beam_size: int) -> int:
+    """Return the next capacity that a CPU's vector units serve without a slow remainder.
+
+    >>> in_blocks(22, 1), in_blocks(54, 4)
+    (24, 64)
+    """
+    block = 8 if beam_size == 1 else 16
+    return -(-entries // block) * block
