@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from flaxformer_min.model.target import target_platform
+
 Tree = Any
 
 
@@ -94,8 +96,12 @@ def gathered(shares: Packed, like: Tree) -> Tree:
 
 def norm(shares: Packed) -> Float[Array, ""]:
     """Return the norm of a tree of arrays of which each device has its shares."""
-    squares = [jnp.square(x).sum() for x in jax.tree.leaves(shares)]
-    return jnp.sqrt(jax.lax.psum(jnp.stack(squares).sum(), "devices"))
+    squares = [jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(shares)]
+    squares = jnp.concatenate(squares)
+    if target_platform() == "cuda":
+        # XLA would sum up each array on its own, in a kernel more for each.
+        squares = jax.lax.optimization_barrier(squares)
+    return jnp.sqrt(jax.lax.psum(squares.sum(), "devices"))
 
 
 def _padded(array: Array) -> tuple[Array, int]:

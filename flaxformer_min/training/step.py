@@ -217,7 +217,7 @@ def make_train_step(
         gradients = shares.sum_of_share(total[0])
         sums, real = sum_over_devices((total[1], real))
         tokens = jnp.maximum(sums.tokens, 1.0)
-        with jax.named_scope("gradient_norm"):
+        with jax.named_scope("gradient_norm"), compiling_for(devices):
             norm = shares.norm(gradients) / tokens
         # Behind the norm, so that an accelerator divides only where Adam reads the gradient.
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
