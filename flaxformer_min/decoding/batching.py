@@ -56,7 +56,7 @@ class BatchRunner:
 
     models:         Linen modules with the methods that decoding uses (see docs/extending.md).
     params:         the parameters of each.
-    batch_size:     most sentences at once on each device; None: as suits the device.
+    batch_size:     most sentences at once on each device; None: as suits device and beam.
     max_positions:  positions that the models have learned vectors for; 0: no limit.
     compilations:   how many programs have been compiled so far.
     """
@@ -222,8 +222,8 @@ class BatchRunner:
         # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
         first = max(8, 3 * share // 4)
-        slots = max(size for size in self.pool_sizes(job.rules.beam_size) if size <= first)
-        most = self.most_sentences(job.rules.beam_size)
+        most = self.most_sentences(job.options.beam_size)
+        slots = max(size for size in _sizes(most) if size <= first)
         slots = self._size(max(min(share, slots), at_least), width, most)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
