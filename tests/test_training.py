@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -19,11 +20,16 @@ from loss_curve import loss_curve
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
+from flaxformer_min.model.target import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
-from flaxformer_min.training.loss import smoothed_cross_entropy, sum_over_tokens
+from flaxformer_min.training.loss import (
+    logsumexp_by_product,
+    smoothed_cross_entropy,
+    sum_over_tokens,
+)
 from flaxformer_min.training.metrics import MetricsLog, read_metrics
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.schedule import learning_rate
@@ -80,6 +86,35 @@ def test_smoothed_cross_entropy_is_the_mean_over_the_smoothed_truth():
         expected -= q * math.log(math.exp(x) / total)
     actual = smoothed_cross_entropy(jnp.array(logits), jnp.int32(label), smoothing)
     assert float(actual) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_product_sums_exponentials_up_to_their_rounding():
+    """Each is rounded by 2^-9 of itself at most, and so is their sum; the largest is 1."""
+    logits = np.random.default_rng(0).normal(size=(50, 1000)).astype(jnp.bfloat16)
+    expected = np.array([math.log(sum(map(math.exp, row))) for row in logits.astype(float)])
+    actual = jax.vmap(logsumexp_by_product)(jnp.asarray(logits, jnp.float32))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2**-9)
+    assert np.mean(actual - expected) == pytest.approx(0, abs=2**-13)
+    assert float(logsumexp_by_product(jnp.float32([-300, 90, -300]))) == 90
+
+
+def test_a_tpu_differentiates_the_loss_of_bfloat16_logits_like_any_device():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, 2, 3, 40)), jnp.bfloat16)
+    labels, real = jnp.array([[1, 2, 0], [3, 0, 0]]), jnp.array([[1, 1, 0], [2, 0, 0]])
+
+    def loss_of(platform):
+        def loss(hidden):
+            with compiling_for([SimpleNamespace(platform=platform)]):
+                sums = sum_over_tokens(lambda x: x * 3.0, hidden, labels, real, 0.1)
+            return sums.loss, sums
+
+        return jax.grad(loss, has_aux=True)(hidden)
+
+    (ours, our_sums), (theirs, their_sums) = loss_of("tpu"), loss_of("rocm")
+    np.testing.assert_allclose(our_sums, their_sums, atol=3 * 2**-9)
+    assert our_sums.loss != their_sums.loss  # by a product here alone
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (ours, theirs)), atol=2**-7)
 
 
 def test_padding_counts_for_nothing_in_the_sums():
