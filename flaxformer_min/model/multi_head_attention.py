@@ -13,7 +13,7 @@ from flaxformer_min.model.attention import (
     fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import Linear, project_to_heads
+from flaxformer_min.model.linear import Linear, project_from_heads, project_to_heads
 from flaxformer_min.model.target import compute_dtype
 
 
@@ -55,7 +55,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
         heads = self.attend(self._heads(self.query, x), attended, mask)
-        return self.output(heads.swapaxes(1, 2).reshape(x.shape))
+        return project_from_heads(heads, self.output)
 
     def attend(
         self,
