@@ -67,6 +67,20 @@ def test_the_tutorial_keeps_what_it_printed_and_drew(stored):
     assert TUTORIAL.stat().st_size < NOTEBOOK_BYTES
 
 
+def test_the_tutorial_shows_the_code_as_it_is(stored):
+    listings = [
+        "".join(output["data"]["text/markdown"])
+        for cell in stored
+        for output in cell.get("outputs", [])
+        if "text/markdown" in output.get("data", {})
+    ]
+    listings = re.findall(r"^```python\n# (\S+)\n(.*?)^```", "\n".join(listings), re.M | re.S)
+    assert len(listings) >= 10
+    for file, code in listings:
+        lines = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+        assert {line.strip() for line in code.splitlines()} <= lines, file
+
+
 def test_no_line_of_the_tutorials_prose_is_longer_than_a_screen_is_wide(stored):
     for cell in stored:
         assert max(map(len, text_of(cell).splitlines())) <= 120
