@@ -105,6 +105,20 @@ class Contender:
         _kill(self._process)
 
 
+def peers_of(device: str, start: Callable[[], list[Contender]]) -> list[Contender]:
+    """Return the peers that `start` starts; on a GPU, none if they fail, with a line that says why.
+
+    A machine may have a GPU, but no PyTorch that can use it.
+    """
+    try:
+        return start()
+    except RuntimeError as error:
+        if device == "cpu":
+            raise
+        print(f"Left out: {error}", file=sys.stderr)
+        return []
+
+
 def alone(function: Callable, *arguments: Any) -> Any:
     """Return `function(*arguments)`, computed in a process of its own with its own memory peak.
 

@@ -7,9 +7,9 @@ its reference, so that the work is the same, and the sentences of a batch end on
 they do in use. With `--lengths source` each has two tokens more than its source, so that they end
 almost together. Ours reads and writes text; the peer reads token ids in sorted, padded batches and
 returns ids. The peer runs twice: as installed, and with the memory settings of our programs; in
-the number of threads and the batch size, ours or twice ours, in which it is fastest. Without
---corpus the sentences are those of the embedded test set. Needs the extra `benchmarks`;
-`--device gpu` leaves out the peer.
+the number of threads and the batch size, ours or twice ours, in which it is fastest. On a GPU it
+is left out if PyTorch finds none. Without --corpus the sentences are those of the embedded test
+set. Needs the extra `benchmarks`.
 
     python benchmarks/decoding.py --corpus text:DIR --run RUN
 
@@ -21,6 +21,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from common import (
     machine,
     make_tokenizer,
     matrix_product_rate,
+    peers_of,
     read_split,
     report,
 )
@@ -56,7 +58,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--run", type=Path, help="a trained run, beside CTranslate2")
-    parser.add_argument("--no-peers", action="store_true", help="measure only ours on a CPU, too")
+    parser.add_argument("--no-peers", action="store_true", help="measure only ours")
     args = parser.parse_args()
     if args.run is not None:
         return trained.main(args)
@@ -73,8 +75,7 @@ def main() -> None:
             for beam in args.beam_sizes
             for row in measure(args, tokenizer, lines, sources, lengths, beam)
         ]
-    peers = args.device == "cpu" and not args.no_peers
-    packages = ["jax", *(["torch", "transformers"] if peers else [])]
+    packages = ["jax", *(["torch", "transformers"] if len(rows) > len(args.beam_sizes) else [])]
     title = (
         f"Decoding {len(lines):,} sentences of {args.corpus} into {sum(lengths):,} tokens, as long "
         f"as the {args.lengths}, size {args.size}, vocabulary {tokenizer.vocab_size:,}, "
@@ -96,20 +97,9 @@ def measure(
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
     contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings)]
-    if args.device == "cpu" and not args.no_peers:
-        peer = (marian, ordered, tokenizer.vocab_size, beam, args.size)
-        tried = {
-            (size, n): Contender(f"Marian with our memory settings{_in(size, n)}", *peer, size, n)
-            for size in (args.batch_size, 2 * args.batch_size)
-            for n in {1, cores()}
-        }
-        alternate(list(tried.values()), 1)
-        best = min(tried, key=lambda setting: tried[setting].median("seconds"))
-        contenders.append(tried.pop(best))
-        for slower in tried.values():
-            slower.close()
-        name = f"Marian as installed{_in(*best)}"
-        contenders.append(Contender(name, *peer, *best, keeps_memory=False))
+    if not args.no_peers:
+        peers = partial(best_peers, args, ordered, tokenizer.vocab_size, beam)
+        contenders += peers_of(args.device, peers)
     alternate(contenders, args.rounds)
     rates = [contender.median("tokens_per_second") for contender in contenders]
     best_peer = max(rates[1:], default=None)
@@ -130,6 +120,25 @@ def measure(
         )
         contender.close()
     return rows
+
+
+def best_peers(
+    args: argparse.Namespace, ordered: Sequence[Any], vocab_size: int, beam: int
+) -> list[Contender]:
+    """Start the peer twice, in the batch size and number of threads that suit it best."""
+    peer = (marian, ordered, vocab_size, beam, args.size, args.device, args.dtype)
+    tried = {
+        (size, n): Contender(f"Marian with our memory settings{_in(size, n)}", *peer, size, n)
+        for size in (args.batch_size, 2 * args.batch_size)
+        for n in {1, cores()}
+    }
+    alternate(list(tried.values()), 1)
+    best = min(tried, key=lambda setting: tried[setting].median("seconds"))
+    fastest = tried.pop(best)
+    for slower in tried.values():
+        slower.close()
+    name = f"Marian as installed{_in(*best)}"
+    return [fastest, Contender(name, *peer, *best, keeps_memory=False)]
 
 
 def _in(size: int, threads: int) -> str:
@@ -192,6 +201,8 @@ def marian(
     vocab_size: int,
     beam: int,
     size: str,
+    device: str,
+    dtype: str,
     batch_size: int,
     threads: int,
 ) -> Run:
@@ -222,7 +233,8 @@ def marian(
         forced_eos_token_id=None,
         max_position_embeddings=2048,
     )
-    model = MarianMTModel(config).eval()
+    device = "cpu" if device == "cpu" else "cuda"
+    model = MarianMTModel(config).eval().to(device, getattr(torch, dtype))
 
     class EndAtLimit(LogitsProcessor):
         """EOS at the limit of each sentence, and not before."""
@@ -243,7 +255,8 @@ def marian(
         ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
         for row, (sentence, _) in zip(ids, batch, strict=True):
             row[: len(sentence)] = torch.tensor(sentence)
-        batches.append((ids, torch.tensor([length for _, length in batch])))
+        limits = torch.tensor([length for _, length in batch], device=device)
+        batches.append((ids.to(device), limits))
     tokens = sum(length for _, length in ordered)
 
     def run() -> dict[str, float]:
@@ -260,6 +273,8 @@ def marian(
                     logits_processor=LogitsProcessorList([EndAtLimit(limits)]),
                 )
             results.append(found)
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - since
         for found, (_, limits) in zip(results, batches, strict=True):
             assert torch.equal((found[:, 1:] == 3).int().argmax(1) + 1, limits)

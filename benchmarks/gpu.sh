@@ -3,7 +3,8 @@
 #
 # OUT (default: gpu-results) gets a JSON file for each measurement, a profile, and report.md with
 # all tables. Nothing is downloaded. Where packages are missing, `benchmarks/gpu_wheels.sh` prepares
-# them on another machine, and WHEELS names the folder. An error in one part does not stop the rest;
+# them on another machine, and WHEELS names the folder. If PyTorch is installed and finds the GPU,
+# it is measured in turn with ours, which takes longer. An error in one part does not stop the rest;
 # the exit status is 1 then.
 #
 # DEVICE=cpu SIZES=multi30k TOKENS=512 STEPS=2 ROUNDS=1 SENTENCES=16 tries the script without a GPU.
@@ -28,21 +29,25 @@ part() { # NAME SECONDS COMMAND ...
     fi
 }
 
+peers=(--no-peers)
+if [ "$device" = gpu ] && "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2> /dev/null
+then peers=(); fi
+
 { nvidia-smi -L; git rev-parse HEAD; } 2> /dev/null | tee -a "$out/report.md"
 part correctness 120 "$python" benchmarks/correctness.py --device "$device" \
     --size "$([ "$device" = cpu ] && echo multi30k || echo wide)" --json "$out/correctness.json"
 for size in $sizes; do
     for attention in explicit fused; do
-        part "training-$size-$attention" 150 "$python" benchmarks/training.py --device "$device" \
+        part "training-$size-$attention" 300 "$python" benchmarks/training.py --device "$device" \
             --size "$size" --tokens "$tokens" --steps "$steps" --rounds "$rounds" \
-            --vocab-size "${VOCABULARY:-8000}" --attention "$attention" --no-peers \
+            --vocab-size "${VOCABULARY:-8000}" --attention "$attention" --patience 2 "${peers[@]}" \
             --json "$out/training-$size-$attention.json"
     done
 done
 for dtype in float32 bfloat16; do
-    part "decoding-$dtype" 150 "$python" benchmarks/decoding.py --device "$device" --size "${sizes%% *}" \
+    part "decoding-$dtype" 300 "$python" benchmarks/decoding.py --device "$device" --size "${sizes%% *}" \
         --sentences "$sentences" --batch-size "${BATCH:-256}" --dtype "$dtype" --rounds "$rounds" \
-        --vocab-size "${VOCABULARY:-8000}" --no-peers --json "$out/decoding-$dtype.json"
+        --vocab-size "${VOCABULARY:-8000}" "${peers[@]}" --json "$out/decoding-$dtype.json"
 done
 part profile 100 "$python" train.py --workdir "$out/run" --training.steps 30 --profile 5 \
     --training.validate-every 30 --training.save-every 30 --data.cache-dir "$out/cache"

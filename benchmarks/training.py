@@ -7,8 +7,8 @@
 Speed is real target tokens per second, without padding. Dropout is equal, too. We read packed
 rows; the peer reads padded batches of sentences of similar length, as its users make them: eager,
 in the number of threads that suits it best, and compiled in as many, if it is ready after
-`--patience` minutes. On a GPU there is no peer, only the share of the device's own bfloat16 matrix
-products. The default text is the embedded corpus. Needs the extra `benchmarks`.
+`--patience` minutes. On a GPU both compute in bfloat16 (the peer by autocast), and the peer is left
+out if PyTorch finds no GPU. The default text is the embedded corpus. Needs the extra `benchmarks`.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from common import (
     make_tokenizer,
     matrix_product_rate,
     peak_memory,
+    peers_of,
     read_split,
     report,
 )
@@ -48,14 +49,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--patience", type=float, default=6, help="minutes for PyTorch to compile")
     parser.add_argument("--attention", choices=("explicit", "fused"), default="explicit")
-    parser.add_argument("--no-peers", action="store_true", help="measure only ours on a CPU, too")
+    parser.add_argument("--no-peers", action="store_true", help="measure only ours")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         pairs = prepare(args, Path(scratch))
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     contenders = [Contender("flaxformer_min", ours, pairs, vars(args), dtype)]
-    if args.device == "cpu" and not args.no_peers:
-        contenders += best_peers(pairs, vars(args))
+    if not args.no_peers:
+        contenders += peers_of(args.device, lambda: best_peers(pairs, vars(args), dtype))
     alternate(contenders, args.rounds)
     rate = matrix_product_rate(dtype=dtype, size=2048 if args.device == "cpu" else 8192)
     packages = ["jax", "torch"] if len(contenders) > 1 else ["jax"]
@@ -92,10 +93,10 @@ def table_of(contenders: list[Contender], rate: float) -> list[dict[str, Any]]:
     return rows
 
 
-def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
+def best_peers(pairs: Pairs, settings: dict[str, Any], dtype: str) -> list[Contender]:
     """Start the peer eager, in its faster number of threads, and compiled, if ready in time."""
     tried = {
-        n: Contender(f"PyTorch eager, {n} threads", theirs, pairs, settings, False, n)
+        n: Contender(f"PyTorch eager, {n} threads", theirs, pairs, settings, dtype, False, n)
         for n in sorted({1, cores()})
     }
     alternate(list(tried.values()), 1)
@@ -105,9 +106,10 @@ def best_peers(pairs: Pairs, settings: dict[str, Any]) -> list[Contender]:
         if n != threads:
             contender.close()
     name, patience = f"PyTorch compiled, {threads} threads", 60 * settings["patience"]
+    arguments = theirs, pairs, settings, dtype, True, threads
     peers = [tried[threads]]
     try:
-        peers.append(Contender(name, theirs, pairs, settings, True, threads, patience=patience))
+        peers.append(Contender(name, *arguments, patience=patience))
     except (TimeoutError, RuntimeError) as error:
         print(f"Left out: {error}", file=sys.stderr)
     return peers
@@ -200,7 +202,7 @@ def sentences(batch: Any) -> Pairs:
     return found
 
 
-def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int) -> Run:
+def theirs(pairs: Pairs, settings: dict[str, Any], dtype: str, compiled: bool, threads: int) -> Run:
     """Return a run of torch.nn.Transformer with shared embeddings, positions and Adam."""
     import torch
     import torch.fx.experimental._config
@@ -209,7 +211,7 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     sizes, vocab_size = SIZES[settings["size"]], settings["vocab_size"]
-    d = sizes["d_model"]
+    d, device = sizes["d_model"], "cpu" if settings["device"] == "cpu" else "cuda"
 
     class Model(nn.Module):
         """One table for source, target and output, as in ours."""
@@ -250,7 +252,7 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
             )
             return hidden @ self.table.weight.T
 
-    model = Model()
+    model = Model().to(device)
     loss_of = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
     adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
     if compiled:
@@ -261,7 +263,7 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
             for i, layer in enumerate(layers):
                 layers[i] = torch.compile(layer, dynamic=True)
     chosen = length_sorted(pairs, settings["tokens"], settings["steps"])
-    batches = [tuple(torch.tensor(side) for side in padded(batch)) for batch in chosen]
+    batches = [tuple(torch.tensor(side, device=device) for side in padded(each)) for each in chosen]
     tokens = sum(int((target != 0).sum()) for _, target in batches)
     positions = sum(source.numel() + target.numel() for source, target in batches)
     real = tokens + sum(int((source != 0).sum()) for source, _ in batches)
@@ -276,14 +278,18 @@ def theirs(pairs: Pairs, settings: dict[str, Any], compiled: bool, threads: int)
         since = time.perf_counter()
         for source, target in batches:
             shifted = torch.cat([torch.full_like(target[:, :1], 2), target[:, :-1]], dim=1)
-            logits = model(source, shifted)
-            loss = loss_of(logits.flatten(0, 1), target.flatten())
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+                logits = model(source, shifted)
+                loss = loss_of(logits.flatten(0, 1), target.flatten())
             adam.zero_grad(set_to_none=True)
             loss.backward()
             adam.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - since
+        memory = torch.cuda.max_memory_allocated() if device == "cuda" else peak_memory()
         rate = tokens / seconds
-        return {**done, "seconds": seconds, "tokens_per_second": rate, "memory": peak_memory()}
+        return {**done, "seconds": seconds, "tokens_per_second": rate, "memory": memory}
 
     return run
 
