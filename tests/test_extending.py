@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from flaxformer_min import KeyValue
 
@@ -17,6 +18,7 @@ def lines_of(block):
     return [line for line in block.splitlines() if line.strip()]
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -60,13 +60,12 @@ def ids_of(translator, lines):
     return [found[number] for number in range(len(lines))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beam_size, weights, settings",
     [
-        pytest.param(1, "beside", {}, marks=pytest.mark.slow),
-        pytest.param(
-            3, "inside", {"norm": "pre", "embeddings": "separate"}, marks=pytest.mark.slow
-        ),
+        (1, "beside", {}),
+        (3, "inside", {"norm": "pre", "embeddings": "separate"}),
         (2, "beside", {"positional_encoding": "learned", "max_positions": 64, "output_bias": True}),
     ],
 )

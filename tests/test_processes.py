@@ -71,6 +71,7 @@ def wait_for(condition, both, seconds=120):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_path):
     """One process begins; two continue and save together, until one is killed; one ends it.
 
