@@ -29,25 +29,26 @@ part() { # NAME SECONDS COMMAND ...
     fi
 }
 
-peers=(--no-peers)
+peers=--no-peers limit=150
 if [ "$device" = gpu ] && "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2> /dev/null
-then peers=(); fi
+then peers='' limit=600; fi
 
 { nvidia-smi -L; git rev-parse HEAD; } 2> /dev/null | tee -a "$out/report.md"
 part correctness 120 "$python" benchmarks/correctness.py --device "$device" \
     --size "$([ "$device" = cpu ] && echo multi30k || echo wide)" --json "$out/correctness.json"
 for size in $sizes; do
     for attention in explicit fused; do
-        part "training-$size-$attention" 300 "$python" benchmarks/training.py --device "$device" \
+        part "training-$size-$attention" "$limit" "$python" benchmarks/training.py --device "$device" \
             --size "$size" --tokens "$tokens" --steps "$steps" --rounds "$rounds" \
-            --vocab-size "${VOCABULARY:-8000}" --attention "$attention" --patience 2 "${peers[@]}" \
+            --vocab-size "${VOCABULARY:-8000}" --attention "$attention" --patience 2 \
+            $([ "$attention" = fused ] && echo "$peers" || echo --no-peers) \
             --json "$out/training-$size-$attention.json"
     done
 done
 for dtype in float32 bfloat16; do
-    part "decoding-$dtype" 300 "$python" benchmarks/decoding.py --device "$device" --size "${sizes%% *}" \
+    part "decoding-$dtype" "$limit" "$python" benchmarks/decoding.py --device "$device" --size "${sizes%% *}" \
         --sentences "$sentences" --batch-size "${BATCH:-256}" --dtype "$dtype" --rounds "$rounds" \
-        --vocab-size "${VOCABULARY:-8000}" "${peers[@]}" --json "$out/decoding-$dtype.json"
+        --vocab-size "${VOCABULARY:-8000}" $peers --json "$out/decoding-$dtype.json"
 done
 part profile 100 "$python" train.py --workdir "$out/run" --training.steps 30 --profile 5 \
     --training.validate-every 30 --training.save-every 30 --data.cache-dir "$out/cache"
