@@ -15,13 +15,12 @@ from flaxformer_min.cli.train import main
 from flaxformer_min.runs.folder import RunFolder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kills, seed",
     [
         pytest.param(1, 247, id="one, after a checkpoint"),
-        pytest.param(
-            3, 1, id="three, at least one while a checkpoint is written", marks=pytest.mark.slow
-        ),
+        pytest.param(3, 1, id="three, at least one while a checkpoint is written"),
     ],
 )
 def test_kills_leave_no_trace(tmp_path, capfd, kills, seed):

@@ -118,6 +118,7 @@ def python_handles_ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_ctrl_c_saves_and_returns_and_the_same_call_continues_bit_for_bit(tmp_path):
     """As Stop does in a notebook: an exception in the main thread, wherever it is."""
@@ -141,6 +142,7 @@ def plain_loss(logits, label):
     return -jax.nn.log_softmax(logits)[label]
 
 
+@pytest.mark.slow
 def test_a_call_leaves_the_process_as_it_was(uncut, tmp_path):
     """In a process of its own: signal handlers, jax's settings, and no sys.argv."""
     script = f"""

@@ -104,13 +104,10 @@ def plant(content, names, folder):
 slow = pytest.mark.slow
 
 
+@slow
 @pytest.mark.parametrize(
     "kind, opened",
-    [
-        ("pickle", "to translate"),
-        pytest.param("pickle", "to train", marks=slow),
-        pytest.param("Python", "to translate", marks=slow),
-    ],
+    [("pickle", "to translate"), ("pickle", "to train"), ("Python", "to translate")],
 )
 def test_nothing_planted_in_any_file_executes(tmp_path, planted, intact, marker, kind, opened):
     """In one file after the other."""

@@ -274,6 +274,7 @@ def test_greedily_a_pool_has_twice_the_sentences_unless_told_how_many(beam_size,
     assert runner.shape(job, 16, 500).slots == slots
 
 
+@pytest.mark.slow
 def test_one_long_sentence_costs_no_more_than_its_own_lanes():
     """Those of the others are what they are without it."""
     table = make_table(eos=0.7)

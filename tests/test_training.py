@@ -57,7 +57,8 @@ def curve(devices, accumulation=1, steps=50):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=slow), pytest.param(8, marks=slow)])
+@slow
+@pytest.mark.parametrize("devices", [2, 4, 8])
 def test_many_devices_learn_what_one_learns(devices):
     """With dropout, and uneven token counts: sums are divided once, by the global number of tokens.
 
