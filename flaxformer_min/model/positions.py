@@ -9,6 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.target import target_platform
 
 PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
 """Return one vector per position, given positions and d_model."""
@@ -36,13 +37,19 @@ def sinusoidal_encoding(
         raise ValueError(f"d_model must be even: sines and cosines come in pairs; got {d_model}.")
     if layout not in ("interleaved", "halves"):
         raise ValueError(f"layout must be 'interleaved' or 'halves'; got {layout!r}.")
+    rate = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
+    if target_platform() == "cpu":
+        angle = positions[:, None].astype(jnp.float32) * rate[None, :]
+        both = [jnp.sin(angle), jnp.cos(angle)]
+        if layout == "halves":
+            return jnp.concatenate(both, axis=-1)
+        return jnp.stack(both, axis=-1).reshape(-1, d_model)
+    # Moving values between columns would cost an accelerator more than computing them in place,
+    # and one sine serves both: cos x = 1 - 2 sin² (x / 2).
     columns = jnp.arange(d_model, dtype=jnp.int32)
-    if layout == "interleaved":
-        pairs, is_sine = columns // 2, columns % 2 == 0
-    else:
-        pairs, is_sine = columns % (d_model // 2), columns < d_model // 2
-    rate = 10_000.0 ** (-2 * pairs.astype(jnp.float32) / d_model)
-    # One sine serves both, and no value moves between columns: cos x = 1 - 2 sin² (x / 2).
+    interleaved = layout == "interleaved"
+    is_sine = columns % 2 == 0 if interleaved else columns < d_model // 2
+    rate = jnp.repeat(rate, 2) if interleaved else jnp.tile(rate, 2)
     rate = jnp.where(is_sine, rate, rate / 2)
     sine = jnp.sin(positions[:, None].astype(jnp.float32) * rate[None, :])
     return jnp.where(is_sine[None, :], sine, 1 - 2 * sine**2)
