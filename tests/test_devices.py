@@ -7,10 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.target import compiling_for, compute_dtype, target_platform
+from flaxformer_min.model.target import (
+    compiling_for,
+    compute_dtype,
+    in_few_kernels,
+    target_platform,
+)
 from flaxformer_min.runtime import devices
 from flaxformer_min.runtime.devices import configure_cpu_devices
 
@@ -199,3 +205,16 @@ def test_automatic_settings_are_those_of_the_device_that_a_program_is_compiled_f
         assert compute_dtype(ModelConfig()) == dtype
         assert compute_dtype(ModelConfig(dtype="float32")) == "float32"
     assert target_platform() == "cpu"
+
+
+def test_arrays_that_a_gpu_computes_together_keep_every_bit():
+    """Also zeros with a sign, infinities and NaN; whole numbers and arrays of another type, too."""
+    odd = np.array([[-0.0, 0.1, 2e4], [np.inf, -np.inf, np.nan]], np.float32)
+    half, count = odd.astype(np.float16), np.int32(2)
+    tree = {"a": odd, "b": -odd, "alone": odd[0], "c": half, "d": half, "e": count, "f": count}
+    with compiling_for([SimpleNamespace(platform="gpu", compute_capability="9.0")]):
+        assert "optimization_barrier" in str(jax.make_jaxpr(in_few_kernels)(tree))
+        found = jax.jit(in_few_kernels)(tree)
+    for name, array in tree.items():
+        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
+    assert in_few_kernels(tree) is tree

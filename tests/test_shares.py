@@ -1,11 +1,14 @@
 """Each device updates its share of the parameters, and all together the whole."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
+from flaxformer_min.model.target import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.training import shares
 from flaxformer_min.training.step import TrainState, init_state
@@ -46,12 +49,14 @@ def test_shares_of_a_sum_are_those_of_twice_the_array():
     np.testing.assert_array_equal(found[2], [[4, 0, 2, 4], [6, 8, 10, 0]])
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("tree", [TREE, {"matrix": TREE["matrix"]}], ids=["all", "no vector"])
-def test_gathered_shares_are_the_array(tree):
+def test_gathered_shares_are_the_array(tree, platform):
     def back(tree):
         return shares.gathered(shares.own(tree), tree)
 
-    found = on_two(back, tree)
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        found = on_two(back, tree)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, [y, y]), found, tree)
 
 

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -201,6 +201,27 @@ def test_a_step_is_the_same_for_the_same_state_and_differs_by_step(learner):
         state = learner.state()._replace(step=jnp.int32(start))
         losses.append(float(learner.step(state, two_rows())[1]["loss"]))
     assert losses[0] == losses[1] != losses[2]
+
+
+@slow
+def test_a_step_for_an_nvidia_gpu_changes_what_a_step_for_another_does(learner):
+    """In float32, by a CPU; the first computes arrays of one shape together.
+
+    But for the biases of keys: they change no attention weight, so their gradients are noise.
+    """
+
+    def after_three(capability):
+        step, state = make_train_step(learner.model, learner.config), learner.state()
+        with compiling_for([SimpleNamespace(platform="gpu", compute_capability=capability)]):
+            for _ in range(3):
+                state, metrics = step(state, two_rows())
+        leaves = jax.tree.leaves_with_path((state.params, state.average, metrics))
+        named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        return {name: leaf for name, leaf in named.items() if "['key']['bias']" not in name}
+
+    ours, theirs = after_three("7.5"), after_three("gfx90a")
+    assert len(ours) > 40
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), ours, theirs)
 
 
 def test_a_step_compiled_while_the_state_is_made_is_not_compiled_again(learner):

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,28 @@ def compute_dtype(config: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if target_platform() == "tpu" or _cuda_capability() >= 8 else "float32"
+
+
+def in_few_kernels(arrays: Any) -> Any:
+    """Return the tree of arrays unchanged, but let an NVIDIA GPU compute it in fewer kernels.
+
+    XLA merges operations on different arrays of one shape only if they have an operand in common
+    that is not a scalar: here, ones to multiply by.
+    """
+    if target_platform() != "cuda":
+        return arrays
+    found = Counter(x.shape for x in jax.tree.leaves(arrays) if x.dtype == jnp.float32)
+    shapes = {shape for shape, times in found.items() if shape and times > 1}
+    # XLA would drop a product with ones, but does not look behind a barrier.
+    longest = max((shape[-1] for shape in shapes), default=0)
+    ones = jax.lax.optimization_barrier(jnp.ones(longest, jnp.float32))
+
+    def times_one(x: Array) -> Array:
+        if x.shape not in shapes or x.dtype != jnp.float32:
+            return x
+        return x * jnp.broadcast_to(ones[: x.shape[-1]], x.shape)
+
+    return jax.tree.map(times_one, arrays)
 
 
 def store_at(stored: Array, new: Array, entries: Int[Array, "batch new"], axis: int) -> Array:

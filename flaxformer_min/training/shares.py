@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from flaxformer_min.model.target import target_platform
+from flaxformer_min.model.target import in_few_kernels, target_platform
 
 Tree = Any
 
@@ -42,15 +42,16 @@ def packed(tree: Tree) -> Packed:
 def unpacked(whole: Packed, like: Tree) -> Tree:
     """Return the tree that was packed, shaped as `like`; rows and values beyond are padding."""
     leaves, structure = jax.tree.flatten(like)
-    arrays, start, found = iter(whole), 0, []
-    for leaf in leaves:
-        if _is_in_vector(leaf):
-            part = jax.lax.slice_in_dim(whole[-1], start, start + leaf.size)
-            start += leaf.size
-        else:
-            part = next(arrays)[: leaf.shape[0] if leaf.ndim else 1]
-        found.append(part.reshape(leaf.shape))
-    return jax.tree.unflatten(structure, found)
+    in_vector = [leaf for leaf in leaves if _is_in_vector(leaf)]
+    ends = np.cumsum([leaf.size for leaf in in_vector])
+    parts = [whole[-1][end - leaf.size : end] for leaf, end in zip(in_vector, ends, strict=True)]
+    arrays, vectors = iter(whole), iter(in_few_kernels(parts))
+
+    def part(leaf: Array) -> Array:
+        padded = next(vectors if _is_in_vector(leaf) else arrays)
+        return padded[: leaf.shape[0] if leaf.ndim else 1].reshape(leaf.shape)
+
+    return structure.unflatten(map(part, leaves))
 
 
 def shape_of_share(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.model.target import compiling_for, in_few_kernels
 from flaxformer_min.runtime.devices import divided_among, same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training import shares
@@ -130,7 +130,8 @@ def randomness(
     draw otherwise have a key of their own for each device and accumulated batch.
     """
     place = device * config.gradient_accumulation + number
-    key = jax.random.fold_in(state.key, state.step)
+    # Behind the barrier, a GPU derives the keys of all masks in one kernel: see `in_few_kernels`.
+    key = jax.lax.optimization_barrier(jax.random.fold_in(state.key, state.step))
     rngs = {BY_ROW: key, "dropout": jax.random.fold_in(key, place)}
     return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
 
@@ -150,7 +151,7 @@ def gradient_sums(
         rows = jnp.concatenate([rows, -1 - rows])
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
-        variables, target = {"params": params}, batch.target
+        variables, target = {"params": in_few_kernels(params)}, batch.target
         with masks_by_row(rows):
             hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
         with jax.named_scope("loss"):
@@ -232,7 +233,7 @@ def make_train_step(
             "learning_rate": rate(state.step),
             "skipped": (~finite).astype(jnp.float32),
         }
-        with jax.named_scope("adam"):
+        with jax.named_scope("adam"), compiling_for(devices):
             return _updated(state, gradients, norm, finite, optimizer, rate, training), metrics
 
     axes = {"in_axes": (ON_DEVICES, 0), "out_axes": (ON_DEVICES, None)}
@@ -280,7 +281,7 @@ def _updated(
     own = shares.own(state.params)
     updates, opt_state = optimizer.update(gradients, state.opt_state, own, norm=norm)
     updates = jax.tree.map(lambda update: -rate(state.step) * update, updates)
-    new = optax.apply_updates(own, updates), opt_state
+    new = in_few_kernels((optax.apply_updates(own, updates), opt_state))
     new_own, opt_state = jax.tree.map(partial(jnp.where, finite), new, (own, state.opt_state))
     params = shares.gathered(new_own, state.params)
     average = state.average
