@@ -220,12 +220,15 @@ def test_stored_keys_and_values_are_at_each_sentences_own_entries():
         assert_array_equal(np.asarray(resized.values)[:, 0, :, 2], 7 * cut)
 
 
-def test_multi_head_attention_is_its_heads_side_by_side_and_projected():
+@pytest.mark.parametrize(
+    "device", [SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu"), H100]
+)
+def test_multi_head_attention_is_its_heads_side_by_side_and_projected(device):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O, for self- and for cross-attention."""
     numbers = np.random.default_rng(2)
     x, seen = (numbers.normal(size=(1, n, 6)).astype(np.float32) for n in (4, 5))
     mask = numbers.random((1, 4, 5)) < 0.7
-    module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3))
+    module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3, dtype="float32"))
 
     def attend(module, x, attended, mask):
         return module(x, module.keys_values(attended), mask)
@@ -234,7 +237,8 @@ def test_multi_head_attention_is_its_heads_side_by_side_and_projected():
     plain = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
     apply = jax.jit(partial(module.apply, method=attend, mutable=["intermediates"]))
     for attended, allowed in [(seen, mask), (x, mask[:, :, :4])]:
-        output, state = jax.device_get(apply(params, x, attended, allowed))
+        with compiling_for([device]):
+            output, state = jax.device_get(apply(params, x, attended, allowed))
         expected, weights = reference.multi_head_attention(
             np.asarray(x[0]), np.asarray(attended[0]), allowed[0], plain, num_heads=3
         )

@@ -1,5 +1,6 @@
 """Linear layers over tokens (sections 3.2.2-3.4)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,9 +39,7 @@ class Linear(nn.Module):
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         """Return `features` values for each token."""
-        kernel, bias = self.weights(x.shape[-1])
-        x = jnp.asarray(x, self.dtype)
-        return project(x, kernel, self.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+        return _linear(x, *self.weights(x.shape[-1]))
 
     @nn.compact
     def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
@@ -51,18 +50,43 @@ class Linear(nn.Module):
         return as_weights(kernel, self.dtype), jnp.asarray(bias, self.dtype)
 
 
+def _linear(
+    x: Float[Array, "*batch d_in"],
+    kernel: Float[Array, "d_in d_out"],
+    bias: Float[Array, " d_out"],
+) -> Float[Array, "*batch d_out"]:
+    """Return x W + b in the type of the bias, which is that of the layers."""
+    x = jnp.asarray(x, bias.dtype)
+    return project(x, kernel, bias.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+
+
 def project_to_heads(
-    x: Float[Array, "batch length d_in"], linear: Linear, heads: int
-) -> Float[Array, "batch heads length d_k"]:
-    """Return the linear layer of `x`, divided among heads: head i has the i-th of equal parts.
+    x: Float[Array, "batch length d_in"], linears: Sequence[Linear], heads: int
+) -> list[Float[Array, "batch heads length d_k"]]:
+    """Return linear layers of `x`, divided among heads: head i has the i-th of equal parts.
 
     A TPU would spend as much time on moving the features of a product to the layout of heads as on
-    the product. There the product writes that layout itself.
+    the product. There the product writes that layout itself. On an NVIDIA GPU all are one product,
+    so that the gradient of `x` is one, too.
     """
-    if target_platform() != "tpu":
-        y = linear(x)
-        return y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2)
-    kernel, bias = linear.weights(x.shape[-1])
+    if target_platform() == "tpu":
+        return [_written_by_heads(x, *linear.weights(x.shape[-1]), heads) for linear in linears]
+    if target_platform() == "cuda":
+        kernels, biases = zip(*(linear.weights(x.shape[-1]) for linear in linears), strict=True)
+        whole = _linear(x, jnp.concatenate(kernels, axis=1), jnp.concatenate(biases))
+        outputs = jnp.split(whole, len(linears), axis=-1)
+    else:
+        outputs = [linear(x) for linear in linears]
+    return [y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2) for y in outputs]
+
+
+def _written_by_heads(
+    x: Float[Array, "batch length d_in"],
+    kernel: Float[Array, "d_in d_out"],
+    bias: Float[Array, " d_out"],
+    heads: int,
+) -> Float[Array, "batch heads length d_k"]:
+    """Return x W + b in the layout of heads, which the product writes."""
     kernel, bias = kernel.reshape(x.shape[-1], heads, -1), bias.reshape(1, heads, 1, -1)
     return jnp.einsum("btd,dhk->bhtk", jnp.asarray(x, kernel.dtype), kernel) + bias
 

@@ -38,14 +38,9 @@ class MultiHeadAttention(nn.Module):
     def _projection(self) -> Linear:
         return Linear(self.config.d_model, compute_dtype(self.config))
 
-    def _heads(
-        self, projection: Linear, x: Float[Array, "batch length d_model"]
-    ) -> Float[Array, "batch heads length d_k"]:
-        return project_to_heads(x, projection, self.config.num_heads)
-
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(self._heads(self.key, x), self._heads(self.value, x))
+        return KeyValue.of(*project_to_heads(x, [self.key, self.value], self.config.num_heads))
 
     def __call__(
         self,
@@ -54,8 +49,8 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """Attend from each token of `x` to `attended`, where `mask` allows it."""
-        heads = self.attend(self._heads(self.query, x), attended, mask)
-        return project_from_heads(heads, self.output)
+        (query,) = project_to_heads(x, [self.query], self.config.num_heads)
+        return project_from_heads(self.attend(query, attended, mask), self.output)
 
     def attend(
         self,
