@@ -149,7 +149,12 @@ def sum_over_tokens(
     score_tokens = jax.vmap(score_token, (1, 0, None, None, None))
 
     def of_chunk(logits: Callable, hidden_states, labels, real) -> tuple[Float[Array, ""], Sums]:
-        sums = score_tokens(logits(hidden_states), labels, smoothing, r_drop, token_loss)
+        scores = logits(hidden_states)
+        if target_platform() == "cuda":
+            # XLA reads an array once for several sums over it, but not if a product writes it.
+            flat = jax.lax.optimization_barrier(scores.reshape(-1, scores.shape[-1]))
+            scores = flat.reshape(scores.shape)
+        sums = score_tokens(scores, labels, smoothing, r_drop, token_loss)
         sums = jax.tree.map(lambda x: jnp.where(real, x, 0.0).sum(), sums)
         return sums.loss, sums
 
