@@ -60,9 +60,11 @@ def test_gathered_shares_are_the_array(tree, platform):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, [y, y]), found, tree)
 
 
-def test_the_norm_of_the_shares_is_that_of_the_whole():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_norm_of_the_shares_is_that_of_the_whole(platform):
     tree = {name: np.float32(array) for name, array in TREE.items()}
-    found = on_two(lambda tree: shares.norm(shares.own(tree)), tree)
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        found = on_two(lambda tree: shares.norm(shares.own(tree)), tree)
     expected = (0 + 1 + 4 + 9 + 16 + 6 + 4 + 0 + 1 + 4 + 9 + 16 + 25) ** 0.5
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
 

@@ -97,7 +97,7 @@ def gathered(shares: Packed, like: Tree) -> Tree:
 
 def norm(shares: Packed) -> Float[Array, ""]:
     """Return the norm of a tree of arrays of which each device has its shares."""
-    squares = [jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(shares)]
+    squares = [jnp.square(x).sum(range(1, x.ndim)) for x in in_few_kernels(jax.tree.leaves(shares))]
     squares = jnp.concatenate(squares)
     if target_platform() == "cuda":
         # XLA would sum up each array on its own, in a kernel more for each.
