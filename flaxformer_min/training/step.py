@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.model.target import compiling_for, in_few_kernels
+from flaxformer_min.model.target import compiling_for, in_few_kernels, target_platform
 from flaxformer_min.runtime.devices import divided_among, same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training import shares
@@ -130,8 +130,10 @@ def randomness(
     draw otherwise have a key of their own for each device and accumulated batch.
     """
     place = device * config.gradient_accumulation + number
-    # Behind the barrier, a GPU derives the keys of all masks in one kernel: see `in_few_kernels`.
-    key = jax.lax.optimization_barrier(jax.random.fold_in(state.key, state.step))
+    key = jax.random.fold_in(state.key, state.step)
+    if target_platform() == "cuda":
+        # The keys of all masks then have an operand in common: see `in_few_kernels`.
+        key = jax.lax.optimization_barrier(key)
     rngs = {BY_ROW: key, "dropout": jax.random.fold_in(key, place)}
     return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
 
