@@ -143,7 +143,7 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
     from flaxformer_min.tokens import Batch, Tokens
     from flaxformer_min.training.step import gradient_sums, initial_state, randomness
 
-    sizes = {"vocab_size": 23, "num_layers": 1, "d_model": 12, "d_ff": 20, "num_heads": 3}
+    sizes = {"vocab_size": 23, "num_layers": 2, "d_model": 12, "d_ff": 20, "num_heads": 3}
     options = {"dropout": 0.0, "dtype": "float32"}
     model = Transformer(ModelConfig(**sizes, **options))
     other = Transformer(ModelConfig(**sizes, **options, attention=attention))

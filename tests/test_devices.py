@@ -213,7 +213,8 @@ def test_arrays_that_a_gpu_computes_together_keep_every_bit():
     half, count = odd.astype(np.float16), np.int32(2)
     tree = {"a": odd, "b": -odd, "alone": odd[0], "c": half, "d": half, "e": count, "f": count}
     with compiling_for([SimpleNamespace(platform="gpu", compute_capability="9.0")]):
-        assert "optimization_barrier" in str(jax.make_jaxpr(in_few_kernels)(tree))
+        operations = jax.make_jaxpr(in_few_kernels)(tree).eqns
+        assert [each.primitive.name for each in operations].count("mul") == 2  # a and b
         found = jax.jit(in_few_kernels)(tree)
     for name, array in tree.items():
         assert np.asarray(found[name]).tobytes() == array.tobytes(), name

@@ -21,6 +21,9 @@ TREE = {
 }
 """Arrays that two devices cannot halve; scalar and vector, in float32, are one vector of seven."""
 
+TWICE = {**TREE, "another matrix": 2 * TREE["matrix"], "another vector": 10 + TREE["vector"]}
+"""Two float32 arrays of a shape, which a GPU computes together."""
+
 
 def on_two(function, *trees):
     """Call a function of what both devices have, on both."""
@@ -50,7 +53,9 @@ def test_shares_of_a_sum_are_those_of_twice_the_array():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("tree", [TREE, {"matrix": TREE["matrix"]}], ids=["all", "no vector"])
+@pytest.mark.parametrize(
+    "tree", [TREE, {"matrix": TREE["matrix"]}, TWICE], ids=["all", "no vector", "twice"]
+)
 def test_gathered_shares_are_the_array(tree, platform):
     def back(tree):
         return shares.gathered(shares.own(tree), tree)
@@ -63,9 +68,10 @@ def test_gathered_shares_are_the_array(tree, platform):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_the_norm_of_the_shares_is_that_of_the_whole(platform):
     tree = {name: np.float32(array) for name, array in TREE.items()}
+    tree["another matrix"] = 2 * tree["matrix"]
     with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
         found = on_two(lambda tree: shares.norm(shares.own(tree)), tree)
-    expected = (0 + 1 + 4 + 9 + 16 + 6 + 4 + 0 + 1 + 4 + 9 + 16 + 25) ** 0.5
+    expected = (0 + 1 + 4 + 9 + 16 + 6 + 4 + 0 + 1 + 4 + 9 + 16 + 25 + 24) ** 0.5
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
 
 

@@ -97,14 +97,14 @@ def fused_attention(
     value: Float[Array, "batch heads keys d_k"],
     mask: Bool[Array, "batch queries keys"],
 ) -> Float[Array, "batch heads queries d_k"]:
-    """Return the output of `batched_scaled_dot_product_attention`, without the weights.
+    """Return the output of `batched_scaled_dot_product_attention`, save for padding.
 
     If cuDNN supports the shapes, an NVIDIA GPU uses flash attention (Dao et al. 2022), which
     computes the weights block by block and never stores them. Elsewhere XLA computes equation 1.
 
     A query that may attend to nothing gets the mean of all values instead of zeros, as in jax.nn.
-    Only padding is such a query, and nothing reads what it gets; to write zeros there, a GPU would
-    go through its memory twice more, forward and backward.
+    With this package's masks only padding is such a query, and nothing reads what it gets; to write
+    zeros there, a GPU would go through its memory twice more, forward and backward.
     """
     flash = _cudnn_supports(query, key)
     output = jax.nn.dot_product_attention(

@@ -7,8 +7,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.feed_forward import FeedForward
-from flaxformer_min.model.linear import project_to_heads
-from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention, keys_values_of
 from flaxformer_min.model.target import compute_dtype
 
 
@@ -68,10 +67,7 @@ class Decoder(nn.Module):
         self, encoded: Float[Array, "batch source d_model"]
     ) -> tuple[KeyValue, ...]:
         """Project the encoded source to the keys and values of each layer's cross-attention."""
-        attentions = [layer.cross_attention for layer in self.layer]
-        linears = [linear for each in attentions for linear in (each.key, each.value)]
-        heads = project_to_heads(encoded, linears, self.config.num_heads)
-        return tuple(map(KeyValue.of, heads[::2], heads[1::2]))
+        return keys_values_of([layer.cross_attention for layer in self.layer], encoded)
 
     def __call__(
         self,

@@ -66,8 +66,8 @@ def project_to_heads(
     """Return linear layers of `x`, divided among heads: head i has the i-th of equal parts.
 
     A TPU would spend as much time on moving the features of a product to the layout of heads as on
-    the product. There the product writes that layout itself. On an NVIDIA GPU all are one product,
-    so that the gradient of `x` is one, too.
+    the product. There the product writes that layout itself. On an NVIDIA GPU all layers are one
+    product, so that the gradient of `x` is one, too.
     """
     if target_platform() == "tpu":
         return [_written_by_heads(x, *linear.weights(x.shape[-1]), heads) for linear in linears]

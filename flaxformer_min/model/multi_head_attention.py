@@ -1,5 +1,7 @@
 """Multi-head attention (figure 2, section 3.2.2)."""
 
+from collections.abc import Sequence
+
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
@@ -40,7 +42,7 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(self, x: Float[Array, "batch keys d_model"]) -> KeyValue:
         """Return the projected keys and values of `x`."""
-        return KeyValue.of(*project_to_heads(x, [self.key, self.value], self.config.num_heads))
+        return keys_values_of([self], x)[0]
 
     def __call__(
         self,
@@ -72,3 +74,12 @@ class MultiHeadAttention(nn.Module):
         dropping = self.config.attention_dropout and self.has_rng("dropout")
         needed = self.is_mutable_collection("intermediates") or dropping
         return queries > BLOCK and queries % BLOCK == 0 and not needed
+
+
+def keys_values_of(
+    attentions: Sequence[MultiHeadAttention], x: Float[Array, "batch keys d_model"]
+) -> tuple[KeyValue, ...]:
+    """Return the projected keys and values of `x` for each attention, all of them at once."""
+    linears = [linear for each in attentions for linear in (each.key, each.value)]
+    heads = project_to_heads(x, linears, attentions[0].config.num_heads)
+    return tuple(KeyValue.of(*pair) for pair in zip(heads[::2], heads[1::2], strict=True))

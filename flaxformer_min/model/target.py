@@ -50,10 +50,11 @@ def compute_dtype(config: ModelConfig) -> str:
 
 
 def in_few_kernels(arrays: Any) -> Any:
-    """Return the tree of arrays unchanged, but let an NVIDIA GPU compute it in fewer kernels.
+    """Return the same values, in a form that an NVIDIA GPU computes in fewer kernels.
 
     XLA merges operations on different arrays of one shape only if they have an operand in common
-    that is not a scalar: here, ones to multiply by.
+    that is not a scalar. Here it is ones, by which float32 arrays are multiplied that share their
+    shape with another.
     """
     if target_platform() != "cuda":
         return arrays
