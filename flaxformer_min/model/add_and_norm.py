@@ -1,21 +1,35 @@
 """Residual connection and layer norm around each sub-layer (sections 3.1 and 5.4)."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.target import compute_dtype
+from flaxformer_min.model.vectors import for_tokens, vector
 
 
-class LayerNorm(nn.LayerNorm):
-    """Flax's layer norm, with the standard type promotion that it relies on."""
+class LayerNorm(nn.Module):
+    """Layer norm (Ba et al. 2016), computed in float32, with a scale and a bias."""
 
+    epsilon: float
+    dtype: str
+
+    @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Return `x` with mean 0 and variance 1 over d_model, scaled and shifted."""
-        with jax.numpy_dtype_promotion("standard"):
-            return super().__call__(x)
+        scale = vector(self, "scale", nn.initializers.ones, x.shape[-1])
+        bias = vector(self, "bias", nn.initializers.zeros, x.shape[-1])
+        x = x.astype(jnp.float32)
+        # In this order, that of Flax's own layer norm: from others XLA makes twice the products.
+        squares, mean = jnp.square(x), x.mean(-1)
+        variance = jnp.maximum(0.0, squares.mean(-1) - jnp.square(mean))
+        centred = x - mean[..., None]
+        factor = jax.lax.rsqrt(variance[..., None] + self.epsilon)
+        scaled = centred * (factor * for_tokens(scale, x.shape))
+        return (scaled + for_tokens(bias, x.shape)).astype(self.dtype)
 
 
 class AddAndNorm(nn.Module):

@@ -8,6 +8,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from flaxformer_min.model.target import target_platform
+from flaxformer_min.model.vectors import for_tokens, vector
 
 
 def project(
@@ -42,22 +43,22 @@ class Linear(nn.Module):
         return _linear(x, *self.weights(x.shape[-1]))
 
     @nn.compact
-    def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, " d_out"]]:
-        """Return the kernel (see `as_weights`) and the bias."""
+    def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, "*rows d_out"]]:
+        """Return the kernel (see `as_weights`) and the bias (see `vector`)."""
         shape = (d_in, self.features)
         kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        bias = vector(self, "bias", nn.initializers.zeros, self.features)
         return as_weights(kernel, self.dtype), jnp.asarray(bias, self.dtype)
 
 
 def _linear(
     x: Float[Array, "*batch d_in"],
     kernel: Float[Array, "d_in d_out"],
-    bias: Float[Array, " d_out"],
+    bias: Float[Array, "*rows d_out"],
 ) -> Float[Array, "*batch d_out"]:
     """Return x W + b in the type of the bias, which is that of the layers."""
     x = jnp.asarray(x, bias.dtype)
-    return project(x, kernel, bias.dtype) + bias.reshape(*[1] * (x.ndim - 1), -1)
+    return project(x, kernel, bias.dtype) + for_tokens(bias, x.shape)
 
 
 def project_to_heads(
@@ -73,7 +74,7 @@ def project_to_heads(
         return [_written_by_heads(x, *linear.weights(x.shape[-1]), heads) for linear in linears]
     if target_platform() == "cuda":
         kernels, biases = zip(*(linear.weights(x.shape[-1]) for linear in linears), strict=True)
-        whole = _linear(x, jnp.concatenate(kernels, axis=1), jnp.concatenate(biases))
+        whole = _linear(x, jnp.concatenate(kernels, axis=1), jnp.concatenate(biases, axis=-1))
         outputs = jnp.split(whole, len(linears), axis=-1)
     else:
         outputs = [linear(x) for linear in linears]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
 from flaxformer_min.model.target import compiling_for, in_few_kernels, target_platform
+from flaxformer_min.model.vectors import copies_by_row
 from flaxformer_min.runtime.devices import divided_among, same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training import shares
@@ -154,8 +155,11 @@ def gradient_sums(
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
         variables, target = {"params": in_few_kernels(params)}, batch.target
+        copies = copies_by_row(params, rows.size)
         with masks_by_row(rows):
-            hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
+            hidden_states = model.apply(
+                variables | copies, inputs, method="hidden_states", rngs=random.rngs
+            )
         with jax.named_scope("loss"):
             sums = sum_over_tokens(
                 partial(model.apply, variables, method="logits"),

@@ -1,0 +1,60 @@
+"""Parameters with one axis: biases, and the scales of norms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from flaxformer_min.model.target import target_platform
+
+BY_ROW = "vectors_by_row"
+"""The collection of variables that `copies_by_row` returns."""
+
+
+def vector(
+    module: nn.Module, name: str, initializer: nn.initializers.Initializer, size: int
+) -> Float[Array, "*rows size"]:
+    """Return a parameter of `module`, or, where there are, a copy of it for each row.
+
+    For use with `for_tokens`. See `copies_by_row`.
+    """
+    parameter = module.param(name, initializer, (size,), jnp.float32)
+    if module.has_variable(BY_ROW, name):
+        return module.get_variable(BY_ROW, name)
+    return parameter
+
+
+def for_tokens(
+    vector: Float[Array, "*rows size"], shape: tuple[int, ...]
+) -> Float[Array, "*rows_and_ones size"]:
+    """Return a vector, or its copies, with the axes of an array [rows ... size] of this shape.
+
+    If the first axis of the array is another one, all of it gets the first copy.
+    """
+    if vector.ndim == 2 and (len(shape) < 2 or shape[0] != vector.shape[0]):
+        vector = vector[0]
+    *rows, size = vector.shape
+    return vector.reshape(*rows, *[1] * (len(shape) - vector.ndim), size)
+
+
+def copies_by_row(params: Any, rows: int) -> dict[str, Any]:
+    """Return variables beside `params` with which an NVIDIA GPU needs fewer kernels.
+
+    The gradient of a vector is a sum over all tokens, which takes two kernels: one alone cannot add
+    up so long a column fast. With copies of the vector for each row, the first computes their
+    gradients, and the second is one for all vectors of all layers. Other devices get no copies, and
+    modules use the parameters themselves.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    vectors = [leaf if leaf.ndim == 1 and leaf.dtype == jnp.float32 else None for leaf in leaves]
+    sizes = [leaf.size for leaf in vectors if leaf is not None]
+    if target_platform() != "cuda" or not sizes:
+        return {}
+    whole = jnp.concatenate([leaf for leaf in vectors if leaf is not None])
+    copies = jnp.broadcast_to(whole, (rows, whole.size))
+    parts = iter(jax.lax.split(copies, sizes, axis=1))
+    return {
+        BY_ROW: structure.unflatten([None if leaf is None else next(parts) for leaf in vectors])
+    }

@@ -1,0 +1,72 @@
+"""Copies of biases and scales for each row, which an NVIDIA GPU gets."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_min.model.add_and_norm import LayerNorm
+from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.target import compiling_for
+from flaxformer_min.model.vectors import BY_ROW, copies_by_row
+
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+MODULES = pytest.mark.parametrize(
+    "module", [Linear(4, "float32"), LayerNorm(1e-6, "float32")], ids=["linear", "norm"]
+)
+
+
+def begin(module, shape):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    made = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), made)
+    return x, params
+
+
+def gradients(module, params, x, rows):
+    """Of the copies of vectors, and of the parameters, with and without copies in use."""
+
+    def loss(params, copies):
+        return jnp.square(module.apply({"params": params} | copies, x)).sum()
+
+    def of_params(params):
+        return loss(params, copies_by_row(params, rows))
+
+    with compiling_for([H100]):
+        copies = copies_by_row(params, rows)
+        return (
+            jax.grad(loss, 1)(params, copies)[BY_ROW],
+            jax.grad(of_params)(params),
+            jax.grad(loss)(params, {}),
+        )
+
+
+@MODULES
+def test_the_gradient_of_a_copy_is_that_of_its_row(module):
+    x, params = begin(module, (3, 5, 4))
+    of_copies, with_copies, without = gradients(module, params, x, rows=3)
+    for number in range(3):
+        _, _, of_row = gradients(module, params, x[number : number + 1], rows=1)
+        for name, found in of_copies.items():
+            if params[name].ndim == 1:
+                np.testing.assert_allclose(found[number], of_row[name], rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), with_copies, without)
+
+
+@MODULES
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 3, 4)])
+def test_values_without_an_axis_of_rows_get_the_same_output_and_gradient(module, shape):
+    x, params = begin(module, shape)
+    _, with_copies, without = gradients(module, params, x, rows=3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), with_copies, without)
+
+
+def test_other_devices_and_models_without_vectors_get_no_copies():
+    vector, matrix = {"a": jnp.ones(2)}, {"a": jnp.ones((2, 2))}
+    with compiling_for([H100]):
+        assert copies_by_row(vector, 3)[BY_ROW]["a"].shape == (3, 2)
+        assert copies_by_row(matrix, 3) == {}
+    assert copies_by_row(vector, 3) == {}
