@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_min.config_fields import check_fields, check_known, setting
+from flaxformer_min.config_fields import check_fields, check_known, renamed, setting
 from flaxformer_min.config_fields import differences as differences
 from flaxformer_min.languages import check_languages
 
@@ -17,7 +17,8 @@ FORMAT_VERSION = 1
 """Version of the run folder's format: config.json, the names of parameters and the other files."""
 
 RENAMED = {"training": {"begin_from": "init_from"}}
-"""Former names of settings by group, which a config.json of an earlier version may contain."""
+FORMER_VALUES = {"model": {"remat": {"false": "none", "true": "full"}}}
+"""What a config.json of an earlier version may contain, by group: names, and values as JSON."""
 
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter in training."""
@@ -143,9 +144,10 @@ class ModelConfig:
     attention; heads 8, 16, ... 128 wide, rows of even length; not measured yet) and gains nothing
     elsewhere. Decoding is always explicit."""
 
-    remat: bool = setting(False, may_change=True)
-    """Store only the input of each layer for the backward pass, and recompute the rest (Chen et al.
-    2016). Takes less memory and more time; the result is the same."""
+    remat: Literal["none", "selective", "full"] = setting("none", may_change=True)
+    """What the backward pass recomputes instead of storing it. full: all but the input of each
+    layer (Chen et al. 2016). selective: neither the sums of residual connections nor cuDNN's
+    attention (Korthikanti et al. 2022). Less memory takes more time; the result is the same."""
 
     architecture: str = setting("")
     """Class of the model of `train(model=...)`, set by `train`; empty: this package's."""
@@ -389,10 +391,8 @@ class Config:
         for name, value in content.items():
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
-            for old, new in RENAMED.get(name, {}).items():
-                if old in value:
-                    value[new] = value.pop(old)
-            check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
+            content[name] = renamed(value, RENAMED.get(name, {}), FORMER_VALUES.get(name, {}))
+            check_known(f"{where}, {name}", content[name], groups[name].__dataclass_fields__)
         try:
             return cls(**{name: groups[name](**value) for name, value in content.items()})
         except ValueError as error:

@@ -129,8 +129,11 @@ TPU, H100 = {"platform": "tpu"}, {"platform": "gpu", "compute_capability": "9.0"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target, attention", [(TPU, "explicit"), (H100, "fused")])
-def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, attention):
+@pytest.mark.parametrize(
+    "target, attention, remat",
+    [(TPU, "explicit", "none"), (H100, "fused", "none"), (H100, "fused", "selective")],
+)
+def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, attention, remat):
     """The loss and every gradient, in float32 and without dropout, whose masks differ.
 
     Fused attention computes other numbers for padding, which may change no gradient.
@@ -146,7 +149,7 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
     sizes = {"vocab_size": 23, "num_layers": 2, "d_model": 12, "d_ff": 20, "num_heads": 3}
     options = {"dropout": 0.0, "dtype": "float32"}
     model = Transformer(ModelConfig(**sizes, **options))
-    other = Transformer(ModelConfig(**sizes, **options, attention=attention))
+    other = Transformer(ModelConfig(**sizes, **options, attention=attention, remat=remat))
     config = Config(model=model.config)
     state = jax.jit(lambda: initial_state(model, config, jax.numpy.uint32(3), 1, 1))()
     numbers, segments = np.random.default_rng(0), np.repeat([[1, 1, 1, 2, 2, 0]], 4, 0)

@@ -102,6 +102,13 @@ def test_a_setting_under_its_former_name_is_read():
     assert Config.from_json(text) == Config(training=TrainingConfig(init_from="runs/a", seed=3))
 
 
+@pytest.mark.parametrize("former, now", [("false", "none"), ("true", "full")])
+def test_a_former_value_of_a_setting_is_read(former, now):
+    """A run folder that was made when `remat` was a switch."""
+    text = f'{{"format_version": 1, "model": {{"remat": {former}, "d_ff": 64}}}}'
+    assert Config.from_json(text) == Config(model=ModelConfig(d_ff=64, remat=now))
+
+
 REFUSED = [  # and the table of test_bad_input.py
     # wrong types
     (ModelConfig, dict(d_model=512.0), "model.d_model must be a whole number; got 512.0."),

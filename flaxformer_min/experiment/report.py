@@ -18,9 +18,9 @@ MUCH_PADDING = 0.05
 """Share of padding above which better row lengths are suggested, if there are any."""
 
 MEMORY_ADVICE = (
-    "Training needs less with --model.remat or --model.dtype bfloat16, or, in a new run folder, "
-    "with fewer --data.rows-per-batch and more --training.gradient-accumulation; translating, with "
-    "a smaller --decoding.batch-size or --decoding.beam-size."
+    "Training needs less with --model.remat full or --model.dtype bfloat16, or, in a new run "
+    "folder, with fewer --data.rows-per-batch and more --training.gradient-accumulation; "
+    "translating, with a smaller --decoding.batch-size or --decoding.beam-size."
 )
 
 

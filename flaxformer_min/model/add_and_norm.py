@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.recomputation import stored
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.model.vectors import for_tokens, vector
 
@@ -24,10 +25,10 @@ class LayerNorm(nn.Module):
         bias = vector(self, "bias", nn.initializers.zeros, x.shape[-1])
         x = x.astype(jnp.float32)
         # In this order, that of Flax's own layer norm: from others XLA makes twice the products.
-        squares, mean = jnp.square(x), x.mean(-1)
+        squares, mean = jnp.square(x), stored(x.mean(-1))
         variance = jnp.maximum(0.0, squares.mean(-1) - jnp.square(mean))
         centred = x - mean[..., None]
-        factor = jax.lax.rsqrt(variance[..., None] + self.epsilon)
+        factor = stored(jax.lax.rsqrt(variance[..., None] + self.epsilon))
         scaled = centred * (factor * for_tokens(scale, x.shape))
         return (scaled + for_tokens(bias, x.shape)).astype(self.dtype)
 
@@ -56,5 +57,5 @@ class AddAndNorm(nn.Module):
         self, x: Float[Array, "*batch d_model"], output: Float[Array, "*batch d_model"]
     ) -> Float[Array, "*batch d_model"]:
         """Return the residual sum of `x` and the sub-layer's `output`, normed if post-norm."""
-        total = x + self.dropout(output)
+        total = stored(x + self.dropout(output))
         return total if self.config.norm == "pre" else self.norm(total)

@@ -8,6 +8,7 @@ from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention, keys_values_of
+from flaxformer_min.model.recomputation import recomputed
 from flaxformer_min.model.target import compute_dtype
 
 
@@ -56,7 +57,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
-        layer = nn.remat(DecoderLayer) if self.config.remat else DecoderLayer
+        layer = recomputed(DecoderLayer, self.config)
         self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = LayerNorm(

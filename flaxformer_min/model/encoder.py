@@ -7,6 +7,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.recomputation import recomputed
 from flaxformer_min.model.target import compute_dtype
 
 
@@ -48,7 +49,7 @@ class Encoder(nn.Module):
 
     def setup(self):
         """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
-        layer = nn.remat(EncoderLayer) if self.config.remat else EncoderLayer
+        layer = recomputed(EncoderLayer, self.config)
         self.layer = [layer(self.config, self.attention) for _ in range(self.config.num_layers)]
         if self.config.norm == "pre":
             self.final_norm = LayerNorm(
