@@ -8,7 +8,8 @@ The programs are those of the trainer and the translator, compiled on this machi
 own compiler. The times of a TPU are the estimates of that compiler's cost model and no measurement:
 they leave out collectives and what is listed as "not estimated". For a GPU there are only kernels
 and bytes. docs/accelerators.md defines every column. Settings of the run may follow, as for
-`train.py`. Needs the extra `aot` for a TPU, and `cuda` for a GPU.
+`train.py`, and the compiler's flags are those of LIBTPU_INIT_ARGS. Needs the extra `aot` for a TPU,
+and `cuda` for a GPU.
 """
 
 import argparse
@@ -112,9 +113,11 @@ def main() -> None:
         row, found = measure(kind, config, args, devices, chip)
         rows.append(row)
         groups += found
-    title = f"{args.target} with {args.config}, compiled and estimated, not run; " + machine("jax")
+    flags = f", {os.environ['LIBTPU_INIT_ARGS']}" if os.environ.get("LIBTPU_INIT_ARGS") else ""
+    title = f"{args.target} with {args.config}{flags}, compiled and estimated, not run; "
     parts = {"programs": transposed(rows), "dearest groups": groups}
-    report_parts(title, {name: part for name, part in parts.items() if part}, args.json)
+    printed = {name: part for name, part in parts.items() if part}
+    report_parts(title + machine("jax"), printed, args.json)
     if args.compare:
         print("\ncompared:\n")
         report_parts("", {"ratios": compared(json.loads(args.compare.read_text()), parts)}, None)

@@ -200,8 +200,10 @@ def test_a_small_model_compiles_for_a_tpu(tmp_path):
         *("--programs", "train", "eval", "search", "--sentences", "8"),
         *("--model.num-layers", "1", "--model.d-model", "128", "--model.d-ff", "256"),
         *("--model.num-heads", "2", "--model.vocab-size", "512", "--model.dtype", "bfloat16"),
+        LIBTPU_INIT_ARGS="--xla_tpu_prefuse_self_attention=true",
     )
     assert found.returncode == 0, found.stderr
+    assert ", --xla_tpu_prefuse_self_attention=true, compiled" in found.stdout
     tables = json.loads((tmp_path / "found.json").read_text())
     figures = {row["figure"]: row for row in tables["programs"]}
     assert 0 < figures["MFU, %"]["train"] < 100
