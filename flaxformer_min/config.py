@@ -146,8 +146,9 @@ class ModelConfig:
 
     remat: Literal["none", "selective", "full"] = setting("none", may_change=True)
     """What the backward pass recomputes instead of storing it. full: all but the input of each
-    layer (Chen et al. 2016). selective: neither the sums of residual connections nor cuDNN's
-    attention (Korthikanti et al. 2022). Less memory takes more time; the result is the same."""
+    layer (Chen et al. 2016). selective: all but these inputs, the sums of residual connections and
+    cuDNN's attention (Korthikanti et al. 2022). Less memory takes more time; the result is the
+    same."""
 
     architecture: str = setting("")
     """Class of the model of `train(model=...)`, set by `train`; empty: this package's."""

@@ -24,7 +24,7 @@ class LayerNorm(nn.Module):
         scale = vector(self, "scale", nn.initializers.ones, x.shape[-1])
         bias = vector(self, "bias", nn.initializers.zeros, x.shape[-1])
         x = x.astype(jnp.float32)
-        # In this order, that of Flax's own layer norm: from others XLA makes twice the products.
+        # In the order of Flax's own layer norm: with others XLA computes parts twice on a CPU.
         squares, mean = jnp.square(x), stored(x.mean(-1))
         variance = jnp.maximum(0.0, squares.mean(-1) - jnp.square(mean))
         centred = x - mean[..., None]

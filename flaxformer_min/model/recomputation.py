@@ -13,10 +13,7 @@ _STORED = "stored"
 
 
 def stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `x`, marked as something that selective recomputation stores.
-
-    Worth storing is what is small, or takes long to compute.
-    """
+    """Return `x`, marked as what selective recomputation stores: it is small, or takes long."""
     return checkpoint_name(x, _STORED)
 
 
