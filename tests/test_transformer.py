@@ -596,7 +596,7 @@ def test_one_more_layer_costs_a_tenth_of_the_memory_if_layers_are_recomputed():
         bytes_of_a_gradient(4, remat) - bytes_of_a_gradient(2, remat)
         for remat in ("none", "selective", "full")
     )
-    assert 0 < again < chosen < kept / 10
+    assert 0 < again <= chosen < kept / 10
 
 
 def test_what_cudnn_returns_is_stored_by_the_name_that_jax_gives_it():

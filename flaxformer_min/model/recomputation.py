@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.target import target_platform
 
 _STORED = "stored"
 
@@ -20,18 +21,18 @@ def stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def recomputed(layer: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
     """Return the class of a layer whose backward pass recomputes what `config.remat` says.
 
-    The first argument of a layer must be its input: only what depends on that is recomputed.
+    An NVIDIA GPU recomputes only what depends on the layer's input, which must be its first
+    argument: casts of weights, keys of dropout and masks would be a hundred kernels.
     """
     if config.remat == "none":
         return layer
-    _self, _input, *others = inspect.signature(layer.__call__).parameters
-    return nn.remat(
-        layer,
-        policy=_is_stored if config.remat == "selective" else None,
-        # Of variables, random keys and arguments. Casts of weights, keys and masks are then shared
-        # with the forward pass: recomputed, they would be a hundred kernels of a GPU.
-        prevent_cse=(False, False, True, *[False] * len(others)),
-    )
+    prevent_cse: bool | tuple[bool, ...] = True
+    if target_platform() == "cuda":
+        _self, _input, *others = inspect.signature(layer.__call__).parameters
+        # Of variables, keys and arguments, the input alone: the forward pass shares the rest.
+        prevent_cse = (False, False, True, *[False] * len(others))
+    policy = _is_stored if config.remat == "selective" else None
+    return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)
 
 
 def _is_stored(operation: Any, *_: Any, **parameters: Any) -> bool:
