@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,13 +199,16 @@ def test_greedy_translations_are_equal(trained):
     assert [decode(each.hypotheses[0]) for each in found] == expected[:500]
 
 
+INT8 = (0.9, 0.9) if "vnni" in Path("/proc/cpuinfo").read_text() else (0.86, 0.87)
+"""Without 8-bit dot products (VNNI), 0.866 and 0.876 were measured."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name, plain, reranked", [("out", 0.96, 0.995), ("int8", 0.8, 0.8)])
+@pytest.mark.parametrize("name, plain, reranked", [("out", 0.96, 0.995), ("int8", *INT8)])
 def test_the_recipes_of_the_readme_find_our_beam_search(trained, capsys, name, plain, reranked):
     """Of 1,000 texts: plain beam 4 at least 96 %, with the sorted hypotheses at least 99.5 %.
 
-    Rounded weights find fewer of them, how many depends on the processor: on one without 8-bit dot
-    products (VNNI), 87 %; elsewhere more than 90.
+    Rounded weights find fewer of them, how many depends on the processor: see `INT8`.
     """
     run, folder, pairs = trained
     lines, expected = ending_before_their_limit(Translator.load(run), [one for one, _ in pairs])

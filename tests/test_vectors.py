@@ -10,7 +10,7 @@ import pytest
 from flaxformer_min.model.add_and_norm import LayerNorm
 from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.target import compiling_for
-from flaxformer_min.model.vectors import BY_ROW, copies_by_row
+from flaxformer_min.model.vectors import COPIES, copies_by_row
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 MODULES = pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def gradients(module, params, x, rows):
     with compiling_for([H100]):
         copies = copies_by_row(params, rows)
         return (
-            jax.grad(loss, 1)(params, copies)[BY_ROW],
+            jax.grad(loss, 1)(params, copies)[COPIES],
             jax.grad(of_params)(params),
             jax.grad(loss)(params, {}),
         )
@@ -67,6 +67,6 @@ def test_values_without_an_axis_of_rows_get_the_same_output_and_gradient(module,
 def test_other_devices_and_models_without_vectors_get_no_copies():
     vector, matrix = {"a": jnp.ones(2)}, {"a": jnp.ones((2, 2))}
     with compiling_for([H100]):
-        assert copies_by_row(vector, 3)[BY_ROW]["a"].shape == (3, 2)
+        assert copies_by_row(vector, 3)[COPIES]["a"].shape == (3, 2)
         assert copies_by_row(matrix, 3) == {}
     assert copies_by_row(vector, 3) == {}

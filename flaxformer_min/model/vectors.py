@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from flaxformer_min.model.target import target_platform
 
-BY_ROW = "vectors_by_row"
+COPIES = "vectors_by_row"
 """The collection of variables that `copies_by_row` returns."""
 
 
@@ -21,8 +21,8 @@ def vector(
     For use with `for_tokens`. See `copies_by_row`.
     """
     parameter = module.param(name, initializer, (size,), jnp.float32)
-    if module.has_variable(BY_ROW, name):
-        return module.get_variable(BY_ROW, name)
+    if module.has_variable(COPIES, name):
+        return module.get_variable(COPIES, name)
     return parameter
 
 
@@ -47,14 +47,14 @@ def copies_by_row(params: Any, rows: int) -> dict[str, Any]:
     gradients, and the second is one for all vectors of all layers. Other devices get no copies, and
     modules use the parameters themselves.
     """
-    leaves, structure = jax.tree.flatten(params)
-    vectors = [leaf if leaf.ndim == 1 and leaf.dtype == jnp.float32 else None for leaf in leaves]
-    sizes = [leaf.size for leaf in vectors if leaf is not None]
-    if target_platform() != "cuda" or not sizes:
+    vectors = [leaf for leaf in jax.tree.leaves(params) if _is_vector(leaf)]
+    if target_platform() != "cuda" or not vectors:
         return {}
-    whole = jnp.concatenate([leaf for leaf in vectors if leaf is not None])
+    whole = jnp.concatenate(vectors)
     copies = jnp.broadcast_to(whole, (rows, whole.size))
-    parts = iter(jax.lax.split(copies, sizes, axis=1))
-    return {
-        BY_ROW: structure.unflatten([None if leaf is None else next(parts) for leaf in vectors])
-    }
+    parts = iter(jax.lax.split(copies, [each.size for each in vectors], axis=1))
+    return {COPIES: jax.tree.map(lambda leaf: next(parts) if _is_vector(leaf) else None, params)}
+
+
+def _is_vector(leaf: Array) -> bool:
+    return leaf.ndim == 1 and leaf.dtype == jnp.float32
