@@ -7,9 +7,9 @@ from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.parameters import for_tokens, vector
 from flaxformer_min.model.recomputation import stored
 from flaxformer_min.model.target import compute_dtype
-from flaxformer_min.model.vectors import for_tokens, vector
 
 
 class LayerNorm(nn.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from flaxformer_min.model.parameters import for_tokens, vector
 from flaxformer_min.model.target import target_platform
-from flaxformer_min.model.vectors import for_tokens, vector
 
 
 def project(

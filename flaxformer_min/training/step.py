@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
+from flaxformer_min.model.parameters import copies_by_row
 from flaxformer_min.model.target import compiling_for, in_few_kernels, target_platform
-from flaxformer_min.model.vectors import copies_by_row
 from flaxformer_min.runtime.devices import divided_among, same_on
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training import shares

@@ -9,8 +9,8 @@ import pytest
 
 from flaxformer_min.model.add_and_norm import LayerNorm
 from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.parameters import COPIES, copies_by_row
 from flaxformer_min.model.target import compiling_for
-from flaxformer_min.model.vectors import COPIES, copies_by_row
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 MODULES = pytest.mark.parametrize(
