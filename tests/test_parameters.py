@@ -1,4 +1,4 @@
-"""Copies of biases and scales for each row, which an NVIDIA GPU gets."""
+"""Parameters, and the copies of biases and scales for each row that an NVIDIA GPU gets."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.errors import ScopeParamShapeError
 
 from flaxformer_min.model.add_and_norm import LayerNorm
 from flaxformer_min.model.linear import Linear
@@ -70,3 +71,23 @@ def test_other_devices_and_models_without_vectors_get_no_copies():
         assert copies_by_row(vector, 3)[COPIES]["a"].shape == (3, 2)
         assert copies_by_row(matrix, 3) == {}
     assert copies_by_row(vector, 3) == {}
+
+
+def test_a_parameter_that_is_there_is_not_initialised_again(monkeypatch):
+    module = Linear(4, "float32")
+    x, params = begin(module, (2, 3))
+
+    def fail(*_):
+        raise AssertionError("initialised again")
+
+    monkeypatch.setattr("flax.linen.initializers.xavier_uniform", lambda: fail)
+    monkeypatch.setattr("flax.linen.initializers.zeros", fail)
+    expected = np.asarray(x) @ np.asarray(params["kernel"]) + np.asarray(params["bias"])
+    np.testing.assert_allclose(module.apply({"params": params}, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_of_another_shape_is_an_error():
+    module = Linear(4, "float32")
+    x, params = begin(module, (2, 3))
+    with pytest.raises(ScopeParamShapeError, match="kernel"):
+        module.apply({"params": params | {"kernel": jnp.zeros((3, 5))}}, x)

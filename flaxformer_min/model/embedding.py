@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import as_weights, project
+from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
@@ -26,9 +27,8 @@ class Embedding(nn.Module):
     def setup(self):
         """Create the table: standard deviation 1/√d_model, so that scaled values are near 1."""
         d_model = self.config.d_model
-        self.table = self.param(
-            "table", nn.initializers.normal(d_model**-0.5), (self.vocab_size, d_model), jnp.float32
-        )
+        initializer = nn.initializers.normal(d_model**-0.5)
+        self.table = parameter(self, "table", initializer, (self.vocab_size, d_model))
         self.positional_encoding = PositionalEncoding(self.config, self.position_function)
         self.dropout = Dropout(self.config.dropout)
 
@@ -71,7 +71,7 @@ class OutputProjection(nn.Module):
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Return the logits of each piece, in float32."""
         shape = (x.shape[-1], self.vocab_size)
-        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
+        kernel = parameter(self, "kernel", nn.initializers.xavier_uniform(), shape)
         kernel = as_weights(kernel, x.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), jnp.float32)
+        bias = parameter(self, "bias", nn.initializers.zeros, (self.vocab_size,))
         return project(x, kernel) + bias[None, None, :]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from flaxformer_min.model.parameters import for_tokens, vector
+from flaxformer_min.model.parameters import for_tokens, parameter, vector
 from flaxformer_min.model.target import target_platform
 
 
@@ -46,7 +46,7 @@ class Linear(nn.Module):
     def weights(self, d_in: int) -> tuple[Float[Array, "d_in d_out"], Float[Array, "*rows d_out"]]:
         """Return the kernel (see `as_weights`) and the bias (see `vector`)."""
         shape = (d_in, self.features)
-        kernel = self.param("kernel", nn.initializers.xavier_uniform(), shape, jnp.float32)
+        kernel = parameter(self, "kernel", nn.initializers.xavier_uniform(), shape)
         bias = vector(self, "bias", nn.initializers.zeros, self.features)
         return as_weights(kernel, self.dtype), jnp.asarray(bias, self.dtype)
 

@@ -1,16 +1,33 @@
-"""Parameters with one axis: biases, and the scales of norms."""
+"""The parameters of modules, and those with one axis: biases, and the scales of norms."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Float
 
 from flaxformer_min.model.target import target_platform
 
 COPIES = "vectors_by_row"
 """The collection of variables that `copies_by_row` returns."""
+
+
+def parameter(
+    module: nn.Module, name: str, initializer: nn.initializers.Initializer, shape: tuple[int, ...]
+) -> Float[Array, "*shape"]:
+    """Return a parameter of `module`, in float32 unless it is given in another type.
+
+    `nn.Module.param` traces the initializer of a parameter that is there, too, to check its shape,
+    which takes a third of the time of tracing. Raises ScopeParamShapeError for another shape.
+    """
+    if not module.has_variable("params", name):
+        return module.param(name, initializer, shape, jnp.float32)
+    value = module.get_variable("params", name)
+    if jnp.shape(value) != shape:
+        raise ScopeParamShapeError(name, module.scope.path_text, jnp.shape(value), shape)
+    return value
 
 
 def vector(
@@ -20,10 +37,10 @@ def vector(
 
     For use with `for_tokens`. See `copies_by_row`.
     """
-    parameter = module.param(name, initializer, (size,), jnp.float32)
+    value = parameter(module, name, initializer, (size,))
     if module.has_variable(COPIES, name):
         return module.get_variable(COPIES, name)
-    return parameter
+    return value
 
 
 def for_tokens(

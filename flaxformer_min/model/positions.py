@@ -9,6 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.target import target_platform
 
 PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
@@ -79,7 +80,7 @@ class PositionalEncoding(nn.Module):
         if config.positional_encoding == "learned":
             _check_learned(positions, config.max_positions)
             init = nn.initializers.normal(0.02)
-            table = self.param("table", init, (config.max_positions, config.d_model), jnp.float32)
+            table = parameter(self, "table", init, (config.max_positions, config.d_model))
             return table.at[positions].get(mode="fill", fill_value=jnp.nan)
         return batched_sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
 

@@ -36,6 +36,7 @@ from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
 from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
+from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
@@ -74,7 +75,7 @@ class Transformer(nn.Module):
             self.output_projection = output = OutputProjection(config.vocab_size)
         if config.output_bias:
             zeros = nn.initializers.zeros
-            self.output_bias = self.param("output_bias", zeros, (config.vocab_size,))
+            self.output_bias = parameter(self, "output_bias", zeros, (config.vocab_size,))
         self.embed_source, self.embed_target, self.output = source, target, output
         self.encoder = Encoder(config, self.encoder_attention)
         self.decoder = Decoder(config)
