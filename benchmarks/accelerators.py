@@ -284,7 +284,7 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     import jax
 
     from flaxformer_min.decoding.batching import pool_shape
-    from flaxformer_min.decoding.pool import Newcomers, Rules, begin, pool_arrays, run
+    from flaxformer_min.decoding.pool import Newcomers, Rules, begin, empty_pool, run
     from flaxformer_min.model.target import compiling_for
 
     model, state = model_and_state(config, devices)
@@ -302,7 +302,8 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     newcomers = Newcomers(integer, source, new, new, None, None)
     with compiling_for(devices):
         begin_here = partial(begin, [model], rules=rules, shape=shape)
-        pool = pool_arrays(begin_here, [state.params], newcomers, shape)
+        empty = partial(empty_pool, begin=begin_here, shape=shape)
+        pool = jax.eval_shape(empty, [state.params], newcomers)
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
             (pool, newcomers, integer),

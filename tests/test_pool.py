@@ -122,7 +122,6 @@ def find(table, sources, batch_size=8, cores=1, devices=1, **options):
     return found, runner
 
 
-@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
 def expect_as_alone(found, table, sources, extra, enough=1e9, **settings):
     """Check all hypotheses beside plain Python, a sentence at a time."""
     for line, source in sources.items():
@@ -191,6 +190,22 @@ def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):
     assert paused == {*range(1, 9)} and most == [8]
     assert [shape.slots for shape in shapes] == [8, 8]
     expect_as_alone(found, table, sources, extra=40, **settings)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_encoder_is_traced_once_for_each_program(monkeypatch, devices):
+    traced = []
+    encode = Table.encode
+
+    def counting(self, table, source):
+        traced.append(source.ids.shape)
+        return encode(self, table, source)
+
+    monkeypatch.setattr(Table, "encode", counting)
+    sources = make_sources([*[36] * 9, *[9] * 20])
+    _, runner = find(make_table(eos=0.7), sources, devices=devices, max_extra_tokens=3)
+    assert runner.compilations >= 2
+    assert len(traced) == runner.compilations
 
 
 def test_lanes_are_counted_as_by_hand(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.decoding.batching import Options
 from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, pool_arrays, run
+from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty_pool, run
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import initial_state, make_train_step
@@ -90,7 +90,7 @@ def test_a_search_can_be_traced(options, prefix):
         integers((4, prefix)) if prefix else None,
     )
     params, begin_here = [shapes_of(model)], partial(begin, [model], **rules)
-    pool = pool_arrays(begin_here, params, newcomers, shape)
+    pool = jax.eval_shape(partial(empty_pool, begin=begin_here, shape=shape), params, newcomers)
     after, report = jax.eval_shape(
         partial(run, [model], begin=begin_here, **rules), params, pool, newcomers, integers(())
     )

@@ -24,8 +24,8 @@ from flaxformer_min.decoding.pool import (
     PoolShape,
     Rules,
     begin,
+    empty_pool,
     log_mean_probability,
-    pool_arrays,
 )
 from flaxformer_min.decoding.scheduling import (
     BATCHES,
@@ -96,11 +96,13 @@ class BatchRunner:
         return self._begins.setdefault((rules, shape), jax.jit(program))
 
     def pool_arrays(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
-        """Return the shapes and types of a pool's arrays; those of `newcomers` are given."""
+        """Return the shapes and types of the devices' pools; those of `newcomers` are given."""
         if (rules, shape) not in self._pool_arrays:
+            program = partial(empty_pool, begin=self.begin(rules, shape), shape=shape)
+            # On the devices as `run`, so that `begin` is traced once for both.
+            mapped = self._on_devices(program, [newcomers])
             with _explain_mismatch():
-                pool = pool_arrays(self.begin(rules, shape), self.params, newcomers, shape)
-            self._pool_arrays[rules, shape] = pool
+                self._pool_arrays[rules, shape] = jax.eval_shape(mapped, self.params, newcomers)
         return self._pool_arrays[rules, shape]
 
     def most_sentences(self, beam_size: int | None = None) -> int:
@@ -256,16 +258,19 @@ class BatchRunner:
         return run
 
     def _compile(self, program: Callable, trees: Sequence[Any], donate: tuple) -> Callable:
-        mapped = jax.pmap(
+        with _explain_mismatch():
+            lowered = self._on_devices(program, trees, donate).lower(self.params, *trees)
+        return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
+
+    def _on_devices(self, program: Callable, trees: Sequence[Any], donate: tuple = ()) -> Callable:
+        """Return the program of the parameters and `trees`, each with an axis for the devices."""
+        return jax.pmap(
             program,
             "devices",
             in_axes=(None, *[0] * len(trees)),
             donate_argnums=donate,
             devices=self.devices,
         )
-        with _explain_mismatch():
-            lowered = mapped.lower(self.params, *trees)
-        return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
 
 
 def _sizes(most: int) -> list[int]:

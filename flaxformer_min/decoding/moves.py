@@ -3,39 +3,47 @@
 A program for each pair of shapes would take longer to compile than all moves take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from flaxformer_min.decoding.pool import Pool
+from flaxformer_min.runtime.devices import divided_among
 
 
-def rows(pool: Pool, device: int, slots: Sequence[int]) -> list[np.ndarray]:
-    """Return the arrays of the sentences in some slots of a device."""
-
-    def take(leaf: jax.Array) -> np.ndarray:
+def rows(pool: Pool, device: int, slots: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yield the arrays of the sentences in some slots of a device, each when it is asked for."""
+    for leaf in jax.tree.leaves(pool):
         shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
-        return np.asarray(shards[device])[0, slots]
-
-    return [take(leaf) for leaf in jax.tree.leaves(pool)]
+        yield np.asarray(shards[device])[0, slots]
 
 
-def arrange(groups: Sequence[Sequence[list[np.ndarray]]], arrays: Pool) -> Pool:
-    """Return a pool, as numpy arrays, of the `rows` that each device is given from other pools.
+def arrange(
+    groups: Sequence[Sequence[Iterable[np.ndarray]]], arrays: Pool, devices: list[jax.Device]
+) -> Pool:
+    """Return a pool on the devices, of the `rows` that each is given from other pools.
 
-    Each axis is cut, or continued with zeros.
+    Each axis is cut, or continued with zeros. One array is moved after the other, because numpy's
+    copies of all of them would take as much memory as both pools.
     """
-    leaves = [np.zeros((len(groups), *x.shape), x.dtype) for x in jax.tree.leaves(arrays)]
-    pool = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
-    pool.state.progress.alive.log_prob[:] = -np.inf
-    for device, group in enumerate(groups):
-        first = 0
-        for sentences in group:
-            behind = first + len(sentences[0])
-            for new, old in zip(leaves, sentences, strict=True):
-                corner = tuple(map(slice, np.minimum(new.shape[2:], old.shape[1:])))
-                new[(device, slice(first, behind), *corner)] = old[(slice(None), *corner)]
-            first = behind
-    pool.paused[:] = False
-    return pool
+    sharding, log_prob = divided_among(devices), arrays.state.progress.alive.log_prob
+    moving = [[iter(sentences) for sentences in group] for group in groups]
+    leaves = []
+    for leaf in jax.tree.leaves(arrays):
+        nobody = -np.inf if leaf is log_prob else 0
+        array = np.full(leaf.shape, nobody, leaf.dtype)
+        for device, group in enumerate(moving):
+            _fill(array[device], [next(sentences) for sentences in group])
+        array = array if leaf is not arrays.paused else np.zeros_like(array)
+        leaves.append(jax.device_put(array, sharding, may_alias=False))
+    return jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+
+
+def _fill(new: np.ndarray, groups: list[np.ndarray]) -> None:
+    """Write these rows into the first ones of an array."""
+    first = 0
+    for old in groups:
+        corner = tuple(map(slice, np.minimum(new.shape[1:], old.shape[1:])))
+        new[(slice(first, first + len(old)), *corner)] = old[(slice(None), *corner)]
+        first += len(old)

@@ -274,17 +274,13 @@ def begin(
     return search.begin(caches, given, newcomers.max_length, shape.steps, key)
 
 
-def pool_arrays(
-    begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
+def empty_pool(
+    params: Sequence[Any], newcomers: Newcomers, *, begin: Begin, shape: PoolShape
 ) -> Pool:
-    """Return the shapes and types of a pool's arrays, given those of its newcomers."""
-
-    def make(params: Sequence[Any], newcomers: Newcomers) -> Pool:
-        state = begin(params, _taken(newcomers, 0, shape.part))
-        none = jnp.zeros(shape.part, jnp.int32)
-        return _zeros(_with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
-
-    return jax.eval_shape(make, params, newcomers)
+    """Return a pool of zeros, for its shapes and types, which are those of newcomers."""
+    state = begin(params, _taken(newcomers, 0, shape.part))
+    none = jnp.zeros(shape.part, jnp.int32)
+    return _zeros(_with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
 
 
 def decode_step(models, params, tokens, caches):

@@ -4,7 +4,7 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,8 +126,9 @@ class Job:
         return tuple(in_blocks(size, self.options.beam_size) for size in sizes)
 
     def pool_arrays(self, shape: PoolShape) -> Pool:
-        """Return the shapes and types of the arrays of a device's pool."""
-        return self.runner.pool_arrays(self.rules, shape, self._newcomers([], shape))
+        """Return the shapes and types of the arrays of the devices' pools."""
+        nobody: list[list[int]] = [[] for _ in self.runner.devices]
+        return self.runner.pool_arrays(self.rules, shape, self.newcomers(nobody, shape))
 
     def newcomers(self, of_devices: list[list[int]], shape: PoolShape) -> Newcomers:
         """Return the arrays of the lines that join the pool of each device."""
@@ -290,7 +291,7 @@ class Lanes:
     def _build(self, shape: PoolShape, resumed: list[int]) -> None:
         """Make a pool of this shape, of the sentences that are alive and of those resumed."""
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
-        groups: list[list[list[np.ndarray]]] = [[] for _ in lines]
+        groups: list[list[Iterable[np.ndarray]]] = [[] for _ in lines]
         for device, slots in enumerate(self.lines):
             if kept := [slot for slot, line in enumerate(slots) if line is not None]:
                 lines[device] += [slots[slot] for slot in kept]
@@ -300,7 +301,7 @@ class Lanes:
             if len(lines[device]) < shape.slots:
                 lines[device].append(line)
                 groups[device].append(self.paused.pop(line).rows)
-        self.pool = arrange(groups, self.job.pool_arrays(shape))
+        self.pool = arrange(groups, self.job.pool_arrays(shape), self.job.runner.devices)
         self.lines = [each + [None] * (shape.slots - len(each)) for each in lines]
         self.shape = shape
 
@@ -335,7 +336,7 @@ class Lanes:
         """Take the sentences in these slots out of the pool."""
         if not slots:
             return
-        arrays = rows(self.pool, device, slots)
+        arrays = [*rows(self.pool, device, slots)]
         for row, slot in enumerate(slots):
             line = self.lines[device][slot]
             self.paused[line] = Paused(
