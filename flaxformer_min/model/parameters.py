@@ -20,7 +20,7 @@ def parameter(
     """Return a parameter of `module`, in float32 unless it is given in another type.
 
     `nn.Module.param` traces the initializer of a parameter that is there, too, to check its shape,
-    which takes a third of the time of tracing. Raises ScopeParamShapeError for another shape.
+    which takes a quarter of the time of tracing. Raises ScopeParamShapeError for another shape.
     """
     if not module.has_variable("params", name):
         return module.param(name, initializer, shape, jnp.float32)
