@@ -34,8 +34,10 @@ def arrange(
         nobody = -np.inf if leaf is log_prob else 0
         array = np.full(leaf.shape, nobody, leaf.dtype)
         for device, group in enumerate(moving):
-            _fill(array[device], [next(sentences) for sentences in group])
-        array = array if leaf is not arrays.paused else np.zeros_like(array)
+            given = [next(sentences) for sentences in group]
+            if leaf is not arrays.paused:  # all go on in the new pool
+                _fill(array[device], given)
+        # Not in numpy's memory, because the program writes into it.
         leaves.append(jax.device_put(array, sharding, may_alias=False))
     return jax.tree.unflatten(jax.tree.structure(arrays), leaves)
 
