@@ -36,8 +36,7 @@ class DataConfig:
     train.tsv; also .gz) or `tfds:wmt14_translate/de-en` (any translation dataset of tfds)."""
 
     languages: str = setting("")
-    """Source and target language, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's
-    own."""
+    """Source and target, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's own."""
 
     tokenizer_sample: int = setting(1_000_000, at_least=1)
     """Train the tokenizer on at most this many pairs, evenly spaced over the training split."""
@@ -303,8 +302,9 @@ class DecodingConfig:
     max_extra_tokens: int = setting(50, at_least=1, may_change=True)
     """Most tokens by which a translation may be longer than its source."""
 
-    early_stopping: bool = setting(False, may_change=True)
-    """Stop a sentence when beam_size hypotheses have ended, not when none alive can be better."""
+    early_stopping: bool = setting(True, may_change=True)
+    """Once beam_size hypotheses have ended, go on only with those whose score so far is better, not
+    with all that can become better."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS

@@ -43,7 +43,10 @@ def beam(
     enough=1e9,
     suppressed=(),
 ):
-    """Beam search until `max_length` is reached, or `enough` have ended, whatever was found."""
+    """Beam search until `max_length` is reached, whatever was found.
+
+    Once `enough` have ended, only those go on whose score is better than the worst that is kept.
+    """
     prefix_length, prefix_log_prob = prefix
     alive, finished, count = [((), prefix_log_prob)], [], 0
     for length in range(prefix_length + 1, max_length + 1):
@@ -60,7 +63,8 @@ def beam(
         finished = sorted(finished + ended, key=lambda hypothesis: -hypothesis[2])[:n_best]
         count += len(ended)
         if count >= enough:
-            break
+            least = finished[-1][2] if len(finished) == n_best else NEVER
+            alive = [each for each in alive if score(each[1], length, alpha) > least]
     return finished
 
 

@@ -157,6 +157,7 @@ def test_every_option_has_a_default_in_its_help_and_is_documented_and_tested(com
         ("--beam-size 3", "beam_size", 3),
         ("--length-penalty 0.25", "length_penalty", 0.25),
         ("--early-stopping", "early_stopping", True),
+        ("--no-early-stopping", "early_stopping", False),
         ("--max-extra-tokens 7", "max_extra_tokens", 7),
         ("--min-length 5", "min_length", 5),
         ("--n-best 2", "n_best", 2),

@@ -113,7 +113,7 @@ def find(table, sources, batch_size=8, cores=1, devices=1, **options):
     runner.use_params([jnp.asarray(table)])
     found = {}
     for batch, hypotheses in runner.search(
-        sources, {line: [] for line in sources}, Options(**options)
+        sources, {line: [] for line in sources}, Options(**{"early_stopping": False, **options})
     ):
         for row, line in enumerate(batch):
             assert line not in found

@@ -28,6 +28,7 @@ SETTINGS = {
     "n_best": 1,
     "length_penalty": 0.6,
     "min_length": 0,
+    "early_stopping": False,
     "sampling": None,
     "steps": STEPS,
 }
@@ -192,10 +193,11 @@ def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability
 
 
 @pytest.mark.parametrize("beam_size, n_best, alpha", [(3, 2, 3.0), slow(4, 4, 0.0)])
-def test_early_stopping_ends_a_sentence_once_as_many_as_the_beam_have_ended(
+def test_early_stopping_ends_what_is_worse_once_as_many_as_the_beam_have_ended(
     beam_size, n_best, alpha
 ):
-    """As in plain Python; and in some sentence the exact search goes on, and finds better."""
+    """As in plain Python. In some sentence the exact search goes on, and finds better; without a
+    length penalty the score so far is the bound."""
     table, seeds, max_length = random_table(spread=1.5), range(8), [12, 7, 9, 12, 3, 12, 10, 11]
     settings = {"beam_size": beam_size, "n_best": n_best}
     early = find(table, seeds, max_length, early_stopping=True, length_penalty=alpha, **settings)
@@ -209,9 +211,25 @@ def test_early_stopping_ends_a_sentence_once_as_many_as_the_beam_have_ended(
             **settings,
         )
         assert_same(early, row, expected)
-    assert (exact.score >= early.score).all()
     if alpha:
         assert (exact.score > early.score).any()
+    else:
+        np.testing.assert_array_equal(exact.ids, early.ids)
+
+
+def test_early_stopping_goes_on_with_what_is_better_so_far():
+    """Two have ended after two words, with ln 0.06 / (6 / 6)^0.6 = -2.8 and ln (0.04 * 0.9) / (7 /
+    6)^0.6 = -3.0; the third has ln (0.9 * 0.98) = -0.1, and ends with 0.95 after that."""
+    table = table_of(0, 0, 0, 1)
+    start = next_state(0, BOS)
+    likely, unlikely = next_state(start, 4), next_state(start, 5)
+    table[start] = table_of(0, 0, 0, 0.06, 0.9, 0.04)[0]
+    table[likely] = table_of(0, 0, 0, 0.01, 0.98, 0.01)[0]
+    table[unlikely] = table_of(0, 0, 0, 0.9, 0.05, 0.05)[0]
+    table[next_state(likely, 4)] = table_of(0, 0, 0, 0.95, 0.05)[0]
+    found = find(table, [0], [9], beam_size=2, early_stopping=True)
+    assert listed(found, 0)[0] == [(4, 4, EOS)]
+    np.testing.assert_allclose(found.log_prob[0], [np.log(0.9 * 0.98 * 0.95)], rtol=1e-5)
 
 
 @pytest.mark.parametrize("logit", [-50.0, 50.0])
@@ -303,17 +321,20 @@ def test_where_there_are_fewer_words_than_asked_for_the_rest_is_impossible():
 
 
 @pytest.mark.parametrize(
-    "n_best, alpha, steps",
+    "n_best, alpha, early, steps",
     [
-        slow(1, 0.0, 1),  # EOS at once has 0.9, what is alive 0.05
-        (2, 0.0, 2),  # a word and EOS have 0.045, what is alive 0.0025
-        (2, 1.0, 3),  # ln 0.045 / (7 / 6) = -2.66 beats n ln 0.05 / (17 / 6) = -1.06 n from n = 3
+        slow(1, 0.0, False, 1),  # EOS at once has 0.9, what is alive 0.05
+        (2, 0.0, False, 2),  # a word and EOS have 0.045, what is alive 0.0025
+        # ln 0.045 / (7 / 6) = -2.66 beats n ln 0.05 / (17 / 6) = -1.06 n from n = 3,
+        (2, 1.0, False, 3),
+        # and 2 ln 0.05 / (7 / 6) = -5.14.
+        (2, 1.0, True, 2),
     ],
 )
-def test_the_search_stops_when_nothing_alive_can_be_better(n_best, alpha, steps):
+def test_the_search_stops_when_nothing_alive_can_be_better(n_best, alpha, early, steps):
     """At every step EOS has probability 0.9 and two words 0.05 each; 12 tokens are allowed."""
     table = table_of(0, 0, 0, 0.9, 0.05, 0.05)
-    settings = {"beam_size": 2, "n_best": n_best, "length_penalty": alpha}
+    settings = {"beam_size": 2, "n_best": n_best, "length_penalty": alpha, "early_stopping": early}
     jax.effects_barrier()
     BATCHES.clear()
     find(table, [0, 1], [12, 12], **settings)

@@ -176,9 +176,9 @@ def _add_search(parser: _Parser) -> None:
     alpha = _number(float, at_least=0, at_most=LENGTH_PENALTY_LIMIT)
     add("--length-penalty", type=alpha, metavar="ALPHA",
         help=f"larger values prefer longer translations ({OWN})")
-    add("--early-stopping", action="store_const", const=True,
-        help="stop a line when as many hypotheses as the beam have ended, not when none alive can "
-        f"be better ({OWN})")
+    add("--early-stopping", action=argparse.BooleanOptionalAction,
+        help="once as many hypotheses as the beam have ended, go on only with those whose score so "
+        f"far is better, not with all that can become better ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"most tokens by which a translation may be longer than its source ({OWN})")
     add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,

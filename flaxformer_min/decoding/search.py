@@ -2,8 +2,8 @@
 
 A choice (see `choices`) is a pure function of ONE sentence: from its alive hypotheses and the
 logits of their next tokens it decides which of them end now and how the others continue. One loop
-calls the model, calls the choice, and keeps the best finished hypotheses, until no alive one can
-beat them.
+calls the model, calls the choice, and keeps the best finished hypotheses, as long as an alive one
+may beat them.
 
 Finished hypotheses are kept apart from alive ones, so they never take a slot of the beam. A slot
 without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
@@ -43,8 +43,7 @@ Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
 
 
-NEVER_ENOUGH = 1 << 30
-"""More than the hypotheses that can ever end."""
+NEVER_ENOUGH = 1 << 30  # more than the hypotheses that can ever end
 
 
 class Prefix(NamedTuple):
@@ -165,7 +164,9 @@ def advance(
     with length, so (both at or below zero) no continuation has a score above the bound, and an
     earlier hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
     so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
-    None stays alive once `enough` have ended.
+
+    Once `enough` have ended, the score so far takes the place of the bound. What is worse by then
+    could only win with many more tokens that cost next to nothing.
     """
     index, alive, finished = progress.length, progress.alive, progress.finished
     length = row.prefix_length + index + 1
@@ -183,9 +184,9 @@ def advance(
     ended = Hypotheses(alive.ids.at[:, index].set(EOS), choice.ended, score)
     finished = merge_finished(finished, ended)
     count = progress.ended + (choice.ended > -jnp.inf).sum(dtype=jnp.int32)
-    bound = choice.log_prob / length_penalty(row.prefix_length + row.limit, alpha)
-    stays = (bound > finished.score[-1]) & (count < enough)
-    log_prob = jnp.where(stays, choice.log_prob, -jnp.inf)
+    reached = jnp.where(count < enough, row.prefix_length + row.limit, length)
+    bound = choice.log_prob / length_penalty(reached, alpha)
+    log_prob = jnp.where(bound > finished.score[-1], choice.log_prob, -jnp.inf)
     ids = alive.ids[choice.parent].at[:, index].set(choice.token)
     alive = Alive(choice.token, log_prob, ids)
     return Progress(index + 1, count, alive, finished), choice.parent
@@ -199,7 +200,7 @@ class Rules:
     n_best: int = 1
     length_penalty: float = 0.6
     min_length: int = 0
-    early_stopping: bool = False
+    early_stopping: bool = True
     suppressed: tuple[int, ...] = ()
     sampling: Sampling | None = None
 
@@ -218,14 +219,13 @@ class Search:
         _check_suppressed(rules.suppressed)
         _check_sampling(rules.sampling)
         self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
-        stops_early = rules.early_stopping and rules.competing
         self.advance = jax.vmap(
             partial(
                 advance,
                 choose=_choice(rules.beam_size, rules.sampling),
                 alpha=rules.length_penalty,
                 min_length=rules.min_length,
-                enough=rules.beam_size if stops_early else NEVER_ENOUGH,
+                enough=rules.beam_size if rules.early_stopping else NEVER_ENOUGH,
                 suppressed=rules.suppressed,
             )
         )
@@ -273,7 +273,7 @@ def search(
     n_best: int = 1,
     length_penalty: float = 0.6,
     min_length: int = 0,
-    early_stopping: bool = False,
+    early_stopping: bool = True,
     suppressed: tuple[int, ...] = (),
     sampling: Sampling | None = None,
     key: Key[Array, " batch"] | None = None,
@@ -291,8 +291,8 @@ def search(
     steps:          most new tokens of any sentence, EOS included: the size of the result.
     length_penalty: alpha of `length_penalty`.
     min_length:     least tokens of prefix and translation before EOS; max_length takes precedence.
-    early_stopping: stop a sentence when `beam_size` of its hypotheses have ended, instead of when
-                    no alive one can have a better score.
+    early_stopping: once `beam_size` hypotheses of a sentence have ended, go on with those alone
+                    whose score so far is better; otherwise with all that can become better.
     suppressed:     ids of further tokens that are never chosen.
 
     PAD, UNK and BOS are never chosen either. The rest is not renormalised, so a log_prob is what
