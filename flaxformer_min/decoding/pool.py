@@ -20,7 +20,7 @@ from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, St
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
-FEWER = (4, 16)
+FEWER = (2, 8)
 """The parts of its slots in which the last pool goes on when so few sentences are left."""
 
 
@@ -147,7 +147,7 @@ def run(
         return _step(search, now, shape)
 
     most_active = shape.slots - least_idle
-    fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots >= part]
+    fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots > part]
     enough = jnp.maximum(most_active, max(fewer, default=0))
 
     def is_busy(now: _Call) -> Array:
