@@ -170,6 +170,7 @@ class Lanes:
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
+        self.moving: list[list[Iterable[np.ndarray]]] | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
@@ -289,7 +290,7 @@ class Lanes:
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
     def _build(self, shape: PoolShape, resumed: list[int]) -> None:
-        """Make a pool of this shape, of the sentences that are alive and of those resumed."""
+        """Let `run` make a pool of this shape, of the sentences alive and of those resumed."""
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
         groups: list[list[Iterable[np.ndarray]]] = [[] for _ in lines]
         for device, slots in enumerate(self.lines):
@@ -301,13 +302,16 @@ class Lanes:
             if len(lines[device]) < shape.slots:
                 lines[device].append(line)
                 groups[device].append(self.paused.pop(line).rows)
-        self.pool = arrange(groups, self.job.pool_arrays(shape), self.job.runner.devices)
+        self.pool, self.moving = self.job.pool_arrays(shape), groups
         self.lines = [each + [None] * (shape.slots - len(each)) for each in lines]
         self.shape = shape
 
     def run(self) -> Report:
         """Search until the newcomers have joined and some sentences are done; all if none waits."""
-        arguments = self.job.runner.params, self.pool, self.newcomers, self.least_idle
+        runner = self.job.runner
+        if self.moving is not None:  # not before, because other cores run beside this
+            self.pool, self.moving = arrange(self.moving, self.pool, runner.devices), None
+        arguments = runner.params, self.pool, self.newcomers, self.least_idle
         self.pool, report = self.program(*arguments)
         return jax.device_get(report)
 
