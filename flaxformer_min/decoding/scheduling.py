@@ -170,6 +170,7 @@ class Lanes:
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
+        # What the next `run` makes its pool of.
         self.moving: list[list[Iterable[np.ndarray]]] | None = None
         self.lines: list[list[int | None]] = []
 
