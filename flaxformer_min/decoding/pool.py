@@ -147,6 +147,7 @@ def run(
         return _step(search, now, shape)
 
     most_active = shape.slots - least_idle
+    # Each has a loop of its own to compile, which a single slot is not worth.
     fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots > part]
     enough = jnp.maximum(most_active, max(fewer, default=0))
 

@@ -170,7 +170,7 @@ class Lanes:
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
-        # What the next `run` makes its pool of.
+        # What the next `run` makes its pool of; until then `pool` has shapes and types alone.
         self.moving: list[list[Iterable[np.ndarray]]] | None = None
         self.lines: list[list[int | None]] = []
 

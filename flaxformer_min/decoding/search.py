@@ -166,7 +166,7 @@ def advance(
     so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
 
     Once `enough` have ended, the score so far takes the place of the bound. What is worse by then
-    could only win with many more tokens that cost next to nothing.
+    could win only if further tokens cost less than the length penalty makes up for.
     """
     index, alive, finished = progress.length, progress.alive, progress.finished
     length = row.prefix_length + index + 1
