@@ -45,7 +45,7 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
             speed.count([of_line[0].text for of_line in found])
             advance(len(lines))
     if args.verbose:
-        _print_speed(translator, speed, options.beam_size)
+        _print_speed(translator, speed)
     return 0
 
 
@@ -72,9 +72,9 @@ def _translated(
         yield f"{score:.4f}\t{log_prob:.4f}\t{text}" if args.scores else text
 
 
-def _print_speed(translator: Any, speed: Speed, beam_size: int) -> None:
+def _print_speed(translator: Any, speed: Speed) -> None:
     runner = translator.runner
-    sizes = runner.pool_sizes(beam_size), runner.lengths
+    sizes = runner.pool_sizes(), runner.lengths
     rows, lengths = (", ".join(map(str, each)) for each in sizes)
     usage = runner.usage
     print(

@@ -33,7 +33,6 @@ from flaxformer_min.decoding.scheduling import (
     LONGEST_OF_A_FULL_BATCH,
     LONGEST_PREFIX,
     USUAL_BATCH,
-    USUAL_GREEDY,
     Job,
     Lanes,
     Options,
@@ -56,7 +55,7 @@ class BatchRunner:
 
     models:         Linen modules with the methods that decoding uses (see docs/extending.md).
     params:         the parameters of each.
-    batch_size:     most sentences at once on each device; None: as suits device and beam.
+    batch_size:     most sentences at once on each device; None: as suits the device.
     max_positions:  positions that the models have learned vectors for; 0: no limit.
     compilations:   how many programs have been compiled so far.
     """
@@ -92,8 +91,10 @@ class BatchRunner:
 
     def begin(self, rules: Rules, shape: PoolShape) -> Begin:
         """Return `pool.begin` for these models, which is traced once for each shape."""
-        program = partial(begin, self.models, rules=rules, shape=shape)
-        return self._begins.setdefault((rules, shape), jax.jit(program))
+        if (rules, shape) not in self._begins:
+            program = partial(begin, self.models, rules=rules, shape=shape)
+            self._begins[rules, shape] = jax.jit(program)
+        return self._begins[rules, shape]
 
     def pool_arrays(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
         """Return the shapes and types of the devices' pools; those of `newcomers` are given."""
@@ -105,14 +106,13 @@ class BatchRunner:
                 self._pool_arrays[rules, shape] = jax.eval_shape(mapped, self.params, newcomers)
         return self._pool_arrays[rules, shape]
 
-    def most_sentences(self, beam_size: int | None = None) -> int:
-        """Return the most sentences at once on each device, searched or, without a beam, scored."""
-        usual = USUAL_GREEDY if beam_size == 1 else USUAL_BATCH
-        return self.batch_size or usual[self.kind]
+    def most_sentences(self) -> int:
+        """Return the most sentences at once on each device."""
+        return self.batch_size or USUAL_BATCH[self.kind]
 
-    def pool_sizes(self, beam_size: int) -> list[int]:
+    def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""
-        return _sizes(self.most_sentences(beam_size))
+        return _sizes(self.most_sentences())
 
     def search(
         self,
@@ -224,7 +224,7 @@ class BatchRunner:
         # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
         first = max(8, 3 * share // 4)
-        most = self.most_sentences(job.options.beam_size)
+        most = self.most_sentences()
         slots = max(size for size in _sizes(most) if size <= first)
         slots = self._size(max(min(share, slots), at_least), width, most)
         steps = width + job.options.max_extra_tokens

@@ -35,9 +35,6 @@ BATCHES = (1, 8, 16, 32, 64, 128, 256)
 USUAL_BATCH = {"cpu": 64, "accelerator": 256}
 """Most sentences at once on each device, unless a number is configured."""
 
-USUAL_GREEDY = {"cpu": 128, "accelerator": 256}
-"""The same for one hypothesis of each sentence: a CPU's operations would be over too soon."""
-
 WIDEST = 4
 """A sentence is computed in at most so many times its own width."""
 
@@ -268,7 +265,7 @@ class Lanes:
         if fullest:
             width = max(width, self.shape.width)
         # A pool of its own would be compiled for little if only few lines had this width.
-        quarter = runner.most_sentences(job.options.beam_size) // 4
+        quarter = runner.most_sentences() // 4
         few = self.waiting[-quarter * devices :]
         widths = [self._width(line) for line in few]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
