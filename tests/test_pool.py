@@ -218,8 +218,8 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
     assert usage.steps == max(limits) - 1
-    # Four are left after seven steps, and go on in half of the slots.
-    assert usage.computed == 8 + 7 * 8 * 4 + 11 * 4 * 4
+    # Two are left after eleven steps, and go on in so many slots.
+    assert usage.computed == 8 + 11 * 8 * 4 + 7 * 2 * 4
 
 
 def test_a_pool_stays_full():

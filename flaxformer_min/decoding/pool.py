@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,8 @@ from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, St
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
-FEWER = (2, 8)
-"""The parts of its slots in which the last pool goes on when so few sentences are left."""
+FEWER = 3
+"""The last pool goes on in a third of its slots once no more sentences than these are left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +146,8 @@ def run(
         return _step(search, now, shape)
 
     most_active = shape.slots - least_idle
-    # Each has a loop of its own to compile, which a single slot is not worth.
-    fewer = [shape.slots // part for part in FEWER if shape.last and shape.slots > part]
-    enough = jnp.maximum(most_active, max(fewer, default=0))
+    fewer = shape.slots // FEWER if shape.last else 0
+    enough = jnp.maximum(most_active, fewer)
 
     def is_busy(now: _Call) -> Array:
         active, idle = _count_active(now.pool), _count_idle(now.pool)
@@ -157,8 +155,8 @@ def run(
         return can_join | (active > enough)
 
     now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, computed)))
-    for slots, next_slots in pairwise([*fewer, 0]):
-        now = _go_on_in(slots, search, now, jnp.maximum(most_active, next_slots), shape)
+    if fewer:
+        now = _go_on_in(fewer, search, now, most_active, shape)
     report = _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
     return now.pool, report._replace(paused=now.pool.paused)
 
@@ -224,16 +222,17 @@ def _taken(tree: Any, first: Int[Array, ""] | int, rows: int) -> Any:
     """Return so many rows of the arrays, and scalars as they are."""
 
     def take(array: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, first, rows) if jnp.ndim(array) else array
+        if not jnp.ndim(array):
+            return array
+        return jax.lax.dynamic_slice_in_dim(array, first, rows, allow_negative_indices=False)
 
     return jax.tree.map(take, tree)
 
 
 def _put(tree: Any, rows: Any, first: Int[Array, ""]) -> Any:
     """Return the arrays with these rows in place of theirs."""
-    return jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, 0), tree, rows
-    )
+    put = partial(jax.lax.dynamic_update_slice_in_dim, allow_negative_indices=False)
+    return jax.tree.map(lambda old, new: put(old, new, first, 0), tree, rows)
 
 
 def _zeros(tree: Any, rows: int) -> Any:
