@@ -164,7 +164,7 @@ def schedule(monkeypatch):
 def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices, schedule):
     """The pool gets wider twice, and some translations outgrow it and go on in the next."""
     shapes, paused, _ = schedule
-    lengths = [*[36] * 9, *[20] * 20, *range(3, 15), *[9] * 22, 12]
+    lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
     table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
     found, runner = find(
@@ -271,7 +271,7 @@ def test_one_long_sentence_has_a_pool_of_its_own():
         for line in batch
     ]
     assert sorted(found) == sorted(sources)
-    assert {(shape.slots, shape.width) for shape in shapes} == {(1, 128), (8, 16)}
+    assert {(shape.slots, shape.width) for shape in shapes} == {(1, 128), (8, 24)}
 
 
 def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
@@ -279,7 +279,7 @@ def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
     sources = make_sources([9, 500, 11])
     _, runner = find(make_table(eos=-30.0), sources, batch_size=64, max_extra_tokens=2)
     capacities = {key[2].width: key[2].capacity for key in runner._programs if key[0] == "run"}
-    assert capacities == {16: 64, 512: 4 * 514}  # 28 tokens of 1.75 hypotheses, in 16s
+    assert capacities == {24: 80, 512: 4 * 514}  # 40 tokens of 1.75 hypotheses, in 16s
 
 
 @pytest.mark.parametrize("beam_size, given, slots", [(1, None, 64), (4, None, 64), (1, 32, 32)])

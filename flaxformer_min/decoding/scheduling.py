@@ -23,7 +23,7 @@ from flaxformer_min.decoding.pool import (
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.tokens import PAD
 
-LENGTHS = (16, 24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LENGTHS = (24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens that sentences are padded to; no source may be longer than the last."""
 
 LONGEST_PREFIX = 2 * LENGTHS[-1]
@@ -358,8 +358,8 @@ def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:
 def bucket(length: int, sizes: Sequence[int]) -> int:
     """Return the first of the increasing `sizes` that is at least `length`.
 
-    >>> bucket(13, LENGTHS)
-    16
+    >>> bucket(30, LENGTHS)
+    40
     """
     return next(size for size in sizes if size >= length)
 
