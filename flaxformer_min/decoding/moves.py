@@ -13,8 +13,14 @@ from flaxformer_min.runtime.devices import divided_among
 
 
 def rows(pool: Pool, device: int, slots: Sequence[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays of the sentences in some slots of a device, each when it is asked for."""
-    for leaf in jax.tree.leaves(pool):
+    """Yield the arrays of the sentences in some slots of a device, each when it is asked for.
+
+    Those that were yielded are not kept: without other references to the pool their memory is free.
+    """
+    leaves = jax.tree.leaves(pool)[::-1]
+    del pool
+    while leaves:
+        leaf = leaves.pop()
         shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
         yield np.asarray(shards[device])[0, slots]
 
