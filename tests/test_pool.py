@@ -1,5 +1,6 @@
 """Continuous batching: each sentence is searched as if it were alone, and few lanes stay empty."""
 
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import slow_search
 
 from flaxformer_min.decoding import batching, scheduling
 from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.decoding.moves import rows
+from flaxformer_min.decoding.pool import Pool
 from flaxformer_min.tokens import BOS, EOS
 
 STATES, VOCAB = 997, 11
@@ -229,6 +232,16 @@ def test_a_pool_stays_full():
         make_table(eos=-30.0), make_sources(lengths), batch_size=64, max_extra_tokens=3
     )
     assert runner.usage.share > 0.85
+
+
+def test_an_array_of_a_pool_is_freed_once_its_sentences_have_moved():
+    pool = Pool(*(jnp.full((1, 4, 2), float(number)) for number in range(3)))
+    alive = [weakref.ref(array) for array in pool]
+    moving = rows(pool, 0, [1, 3])
+    del pool
+    for number in range(3):
+        np.testing.assert_array_equal(next(moving), np.full((2, 2), number))
+        assert [array() is not None for array in alive] == [n >= number for n in range(3)]
 
 
 def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch):
