@@ -299,7 +299,7 @@ def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
 def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, slots):
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], given)
     job = scheduling.Job(runner, {}, {}, Options(beam_size=beam_size), 0)
-    assert runner.shape(job, 16, 500).slots == slots
+    assert runner.shape(job, 24, 500).slots == slots
 
 
 @pytest.mark.slow

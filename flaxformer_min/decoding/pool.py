@@ -20,7 +20,7 @@ from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
 FEWER = 3
-"""The last pool goes on in a third of its slots once no more sentences than these are left."""
+"""The last pool goes on in a third of its slots once what is left of its sentences fits there."""
 
 
 @dataclasses.dataclass(frozen=True)
