@@ -61,10 +61,22 @@ def test_on_a_cpu_a_bfloat16_model_has_bfloat16_products_with_weights_alone(embe
     assert 0 < np.abs(found - expected).max() < 0.05
 
 
-def test_float32_models_and_accelerators_keep_model_and_parameters():
-    model, params = model_and_params(dtype="float32")
-    assert suited_to_device(model, params) == (model, params)
+@pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
+def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_logits(embeddings):
+    model, params = model_and_params(dtype="float32", embeddings=embeddings)
+    suited, suited_params = suited_to_device(model, params)
+    added = {path: x for path, x in paths(suited_params).items() if path not in paths(params)}
+    tied = {"shared": "embedding", "target_tied": "target_embedding"}.get(embeddings)
+    assert [*added] == ([f"{tied}/{OUTPUT_KERNEL}"] if tied else [])
+    for kernel in added.values():
+        np.testing.assert_array_equal(kernel, np.asarray(params[tied]["table"]).T)
+    expected = model.apply({"params": params}, BATCH)
+    np.testing.assert_allclose(
+        suited.apply({"params": suited_params}, BATCH), expected, rtol=1e-5, atol=1e-5
+    )
 
+
+def test_accelerators_keep_model_and_parameters():
     class Tpu:
         platform = "tpu"
 

@@ -66,7 +66,7 @@ def intact():
 
 
 def open_to_translate(folder):
-    return Translator.load(folder).runner.params[0]
+    return Translator.load(folder).restored[0].params
 
 
 def open_to_train(like, folder):

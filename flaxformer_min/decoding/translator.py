@@ -118,6 +118,7 @@ class Translator:
         self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
         self.restored: list[Restored] = []
         self._loaded_from: tuple | None = None
+        self._trained: list[nn.Module] | None = None  # the models before `suited_to_device`
         self._attend = jax.jit(partial(self.models[0].apply, mutable=["intermediates"]))
 
     @classmethod
@@ -149,10 +150,10 @@ class Translator:
                     f"{folder.path} differs from that of {folders[0].path}. Train both with one."
                 )
         configs = [folder.model_config() for folder in folders]
-        models = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
+        trained = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
         restored = [folder.params(step) for folder in folders]
         params = [each.params for each in restored]
-        models, params = zip(*map(suited_to_device, models, params), strict=True)
+        models, params = zip(*map(suited_to_device, trained, params), strict=True)
         translator = cls(
             models,
             params,
@@ -160,7 +161,7 @@ class Translator:
             folders[0].config().decoding,
             min((each.max_positions for each in configs if each.max_positions), default=0),
         )
-        translator.restored = restored
+        translator.restored, translator._trained = restored, trained
         paths = tuple(folder.path.absolute() for folder in folders)
         translator._loaded_from = paths, {"step": step, "model": model, "dtype": dtype}
         return translator
@@ -175,7 +176,10 @@ class Translator:
         return _load, self._loaded_from
 
     def use_params(self, params: Sequence[Any]) -> None:
-        """Replace the parameters of the models, keeping the compiled programs."""
+        """Replace the parameters by others as trained, keeping the compiled programs."""
+        if self._trained is not None:
+            pairs = zip(self._trained, params, strict=True)
+            params = [suited_to_device(model, each)[1] for model, each in pairs]
         self.runner.use_params(params)
 
     def options(self, **changes: Any) -> Options:

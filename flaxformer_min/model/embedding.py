@@ -14,7 +14,7 @@ from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
 
 OUTPUT_KERNEL = "output_kernel"
-"""A parameter that a search may add to the tied table: the same transposed, in another type."""
+"""A parameter that a search may add to the tied table: the same transposed, in any type."""
 
 
 class Embedding(nn.Module):
