@@ -286,6 +286,7 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     from flaxformer_min.decoding.batching import pool_shape
     from flaxformer_min.decoding.pool import Newcomers, Rules, begin, empty_pool, run
     from flaxformer_min.model.target import compiling_for
+    from flaxformer_min.runtime.devices import on_each_device
 
     model, state = model_and_state(config, devices)
     decoding = config.decoding
@@ -308,13 +309,8 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
             lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
             (pool, newcomers, integer),
         )
-        mapped = jax.pmap(
-            partial(run, [model], begin=begin_here, rules=rules, shape=shape),
-            "devices",
-            in_axes=(None, 0, 0, 0),
-            donate_argnums=1,
-            devices=devices,
-        )
+        program = partial(run, [model], begin=begin_here, rules=rules, shape=shape)
+        mapped = on_each_device(program, devices, len(arguments), donate=(1,))
         return mapped.lower([state.params], *arguments)
 
 

@@ -84,11 +84,14 @@ class Config:
         self.update = updates.__setitem__
 
 
-def test_a_compile_clock_counts_programs():
-    clock = devices.CompileClock()
-    jax.jit(lambda x: x * 3 + 1)(2.0)
-    assert clock.programs >= 1
-    assert "compiling" in str(clock)
+def test_a_compile_clock_counts_programs_while_it_runs():
+    with devices.CompileClock() as clock:
+        jax.jit(lambda x: x * 3 + 1)(2.0)
+    counted = clock.programs
+    assert counted >= 1
+    assert f"compiling {counted} programs" in str(clock)
+    jax.jit(lambda x: x * 5 + 1)(2.0)
+    assert clock.programs == counted
 
 
 @pytest.mark.parametrize("cores, devices", [(4, 3), (9, 6), (1, 1)])

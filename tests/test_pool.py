@@ -1,5 +1,6 @@
 """Continuous batching: each sentence is searched as if it were alone, and few lanes stay empty."""
 
+import gc
 import weakref
 from typing import NamedTuple
 
@@ -242,6 +243,15 @@ def test_an_array_of_a_pool_is_freed_once_its_sentences_have_moved():
     for number in range(3):
         np.testing.assert_array_equal(next(moving), np.full((2, 2), number))
         assert [array() is not None for array in alive] == [n >= number for n in range(3)]
+
+
+def test_programs_are_freed_with_the_runner_that_compiled_them():
+    """Otherwise a process that compares many runs would keep the programs of all of them."""
+    _, runner = find(make_table(eos=0.7), make_sources([9, 11]), max_extra_tokens=2)
+    models = [weakref.ref(model) for model in runner.models]
+    del runner
+    gc.collect()
+    assert [model() for model in models] == [None]
 
 
 def test_a_pool_of_fewer_longer_sentences_waits_until_they_have_room(monkeypatch):

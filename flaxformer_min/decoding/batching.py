@@ -42,7 +42,7 @@ from flaxformer_min.decoding.scheduling import (
     padded,
 )
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.runtime.devices import replicate
+from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
@@ -101,7 +101,7 @@ class BatchRunner:
         if (rules, shape) not in self._pool_arrays:
             program = partial(empty_pool, begin=self.begin(rules, shape), shape=shape)
             # On the devices as `run`, so that `begin` is traced once for both.
-            mapped = self._on_devices(program, [newcomers])
+            mapped = on_each_device(program, self.devices, trees=1)
             with _explain_mismatch():
                 self._pool_arrays[rules, shape] = jax.eval_shape(mapped, self.params, newcomers)
         return self._pool_arrays[rules, shape]
@@ -259,18 +259,9 @@ class BatchRunner:
 
     def _compile(self, program: Callable, trees: Sequence[Any], donate: tuple) -> Callable:
         with _explain_mismatch():
-            lowered = self._on_devices(program, trees, donate).lower(self.params, *trees)
+            mapped = on_each_device(program, self.devices, len(trees), donate)
+            lowered = mapped.lower(self.params, *trees)
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
-
-    def _on_devices(self, program: Callable, trees: Sequence[Any], donate: tuple = ()) -> Callable:
-        """Return the program of the parameters and `trees`, each with an axis for the devices."""
-        return jax.pmap(
-            program,
-            "devices",
-            in_axes=(None, *[0] * len(trees)),
-            donate_argnums=donate,
-            devices=self.devices,
-        )
 
 
 def _sizes(most: int) -> list[int]:

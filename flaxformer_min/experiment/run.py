@@ -104,7 +104,8 @@ def train(
 
     Ctrl-C (or Stop in a notebook) finishes the step, saves, and returns `stopped=True`; a second
     one is raised. The same call then continues as if there had been no interruption, bit for bit.
-    The call changes no process-wide settings and installs no signal handlers. Progress is logged to
+    The call changes no process-wide settings and installs no signal handlers. What it compiled
+    stays in jax's caches; after many calls, `jax.clear_caches()` frees it. Progress is logged to
     "flaxformer_min" at level INFO.
 
     Raises ValueError for settings, text or a folder that cannot be used, RuntimeError if training
@@ -118,7 +119,7 @@ def train(
         with main_process_first("lock"):
             if is_main_process():
                 held.enter_context(run.locked())
-        watch, compiled = Stopwatch(), CompileClock()
+        watch, compiled = Stopwatch(), held.enter_context(CompileClock())
         try:
             prepared = prepare(run, with_dtype(with_architecture(config, model)), pairs)
         except KeyboardInterrupt:

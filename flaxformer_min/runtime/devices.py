@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,45 @@ def configure_cpu_devices(rows: int = 0) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def same_on(devices: list[jax.Device]) -> jax.sharding.Sharding:
+def same_on(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
     """Return the sharding of arrays that are replicated on `devices`, as `pmap` uses it."""
     return _sharding(devices, jax.sharding.PartitionSpec())
 
 
-def divided_among(devices: list[jax.Device]) -> jax.sharding.Sharding:
+def divided_among(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
     """Return the sharding of arrays [devices ...], one for each, as `pmap` uses it."""
     return _sharding(devices, jax.sharding.PartitionSpec("devices"))
 
 
-def _sharding(devices: list[jax.Device], spec: Any) -> jax.sharding.Sharding:
+def _sharding(devices: Sequence[jax.Device], spec: Any) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("devices",)), spec)
+
+
+def on_each_device(
+    program: Callable[..., Any],
+    devices: Sequence[jax.Device],
+    trees: int,
+    donate: tuple[int, ...] = (),
+) -> Any:
+    """Return `program(params, *trees)` of each device's part of so many `trees`, [devices ...].
+
+    As `jax.pmap`, in whose caches a program would outlive those who use it.
+    """
+
+    def of_device(params: Any, *trees: Any) -> Any:
+        result = program(params, *jax.tree.map(lambda array: array[0], trees))
+        return jax.tree.map(lambda array: array[None], result)
+
+    same, divided = same_on(devices), divided_among(devices)
+    inputs = same, *[divided] * trees
+    mapped = jax.shard_map(
+        of_device,
+        mesh=same.mesh,
+        in_specs=tuple(each.spec for each in inputs),
+        out_specs=divided.spec,
+        check_vma=False,
+    )
+    return jax.jit(mapped, in_shardings=inputs, out_shardings=divided, donate_argnums=donate)
 
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:
@@ -99,12 +127,20 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 class CompileClock:
-    """Counts the programs that XLA compiles in this process, and measures the seconds."""
+    """Counts the programs that XLA compiles in this process, and the seconds, in a `with` block."""
 
     def __init__(self):
-        """Start counting."""
+        """Begin with zero."""
         self.programs, self.seconds = 0, 0.0
+
+    def __enter__(self) -> "CompileClock":
+        """Start counting."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
