@@ -19,9 +19,6 @@ from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, St
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
-FEWER = 3
-"""The last pool goes on in a third of its slots once what is left of its sentences fits there."""
-
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
@@ -32,7 +29,6 @@ class PoolShape:
     capacity: new tokens that the cache of a sentence has room for, all hypotheses together.
     steps:    most new tokens of any sentence.
     prefix:   tokens that forced prefixes are padded to.
-    last:     whether the last sentences go on in fewer slots, which takes longer to compile.
     """
 
     slots: int
@@ -40,7 +36,6 @@ class PoolShape:
     capacity: int
     steps: int
     prefix: int = 0
-    last: bool = False
 
     @property
     def part(self) -> int:
@@ -93,7 +88,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `run` did.
+    """What `run` or `finish` did.
 
     Its sentences are those that were in the slots before, and behind them the newcomers.
 
@@ -112,7 +107,7 @@ class Report(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of `run` on its way."""
+    """A call of `run` or `finish` on its way."""
 
     pool: Pool
     report: Report
@@ -145,19 +140,41 @@ def run(
         now = jax.lax.fori_loop(0, joining, lambda _, now: _join(now, begun, shape), now)
         return _step(search, now, shape)
 
-    most_active = shape.slots - least_idle
-    fewer = shape.slots // FEWER if shape.last else 0
-    enough = jnp.maximum(most_active, fewer)
-
     def is_busy(now: _Call) -> Array:
         active, idle = _count_active(now.pool), _count_idle(now.pool)
         can_join = (now.report.joined < newcomers.count) & (active + idle > 0)
-        return can_join | (active > enough)
+        return can_join | (active > shape.slots - least_idle)
 
     now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, computed)))
-    if fewer:
-        now = _go_on_in(fewer, search, now, most_active, shape)
-    report = _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
+    return _ended(now)
+
+
+def finish(
+    models: Sequence[Any],
+    params: Sequence[Any],
+    pool: Pool,
+    slots: Int[Array, " fewer"],
+    *,
+    rules: Rules,
+    shape: PoolShape,
+) -> tuple[Pool, Report]:
+    """Search to the end in fewer slots, where a step takes less time.
+
+    slots: with the sentences that are left; idle ones may be among them.
+    """
+    search = Search(partial(decode_step, models, params), _reorder, rules)
+    few = jax.tree.map(lambda leaf: leaf[slots], _leave(pool))
+    now = jax.lax.while_loop(
+        lambda now: _count_active(now.pool) > 0,
+        lambda now: _step(search, now, shape),
+        _Call(few, _empty_report(few, jnp.int32(0))),
+    )
+    return _ended(now)
+
+
+def _ended(now: _Call) -> tuple[Pool, Report]:
+    """Return the pool, and the report with the outcome of all that are in it."""
+    report = _record(now, jnp.arange(now.pool.paused.size, dtype=jnp.int32))
     return now.pool, report._replace(paused=now.pool.paused)
 
 
@@ -174,25 +191,6 @@ def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
         computed=now.report.computed + pool.state.progress.alive.token.size,
     )
     return _Call(after, report)
-
-
-def _go_on_in(
-    slots: int, search: Search, now: _Call, most_active: Int[Array, ""], shape: PoolShape
-) -> _Call:
-    """Search in fewer slots, where a step takes less time, until at most so many are active."""
-
-    def is_busy(now: _Call) -> Array:
-        return _count_active(now.pool) > most_active
-
-    # A loop of one turn, because the branches of a `cond` would copy the pool.
-    def go_on(now: _Call) -> _Call:
-        order = jnp.argsort(~now.pool.is_active())[:slots]
-        few = now._replace(pool=jax.tree.map(lambda leaf: leaf[order], now.pool))
-        few = jax.lax.while_loop(is_busy, lambda few: _step(search, few, shape), few)
-        pool = jax.tree.map(lambda old, new: old.at[order].set(new), now.pool, few.pool)
-        return few._replace(pool=pool)
-
-    return jax.lax.while_loop(is_busy, go_on, now)
 
 
 def _begin_by_parts(

@@ -18,6 +18,7 @@ from flaxformer_min.decoding.pool import (
     PoolShape,
     Report,
     Rules,
+    finish,
     run,
 )
 from flaxformer_min.decoding.search import Hypotheses
@@ -37,6 +38,9 @@ USUAL_BATCH = {"cpu": 64, "accelerator": 256}
 
 WIDEST = 4
 """A sentence is computed in at most so many times its own width."""
+
+FEWER = 3
+"""Once nobody can follow, a pool goes on in a third of its slots if what is left fits there."""
 
 LONGEST_OF_A_FULL_BATCH = 128
 """Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
@@ -176,6 +180,9 @@ class Lanes:
         alive = [line for slots in self.lines for line in slots if line is not None]
         if not (alive or self.waiting or self.paused):
             return False
+        if alive and not self._following(alive) and self._fullest() <= self.shape.slots // FEWER:
+            self._prepare_finish()
+            return True
         if self._is_crowded() or not self._can_join():
             self._change_shape(alive)
         self.joining: list[list[int]] = [[] for _ in self.lines]
@@ -184,8 +191,18 @@ class Lanes:
             if len(of_device) == self.shape.slots:
                 break
             of_device.append(self.waiting.pop())
-        self._prepare()
+        self._prepare(alive)
         return True
+
+    def _following(self, alive: list[int]) -> list[int]:
+        """Return the next line, if there is one that those alive can be joined by."""
+        waiting, paused = self.waiting[-1:], [*self.paused]
+        lines = paused + waiting if self._is_crowded() else waiting + paused
+        return [line for line in lines if self._width(line) <= self._widest(alive)][:1]
+
+    def _widest(self, alive: list[int]) -> int:
+        """Return the largest width in which those alive may go on."""
+        return WIDEST * min(map(self._width, alive), default=LENGTHS[-1])
 
     def _is_crowded(self) -> bool:
         """Return whether so many sentences pause that no others may begin: they take memory."""
@@ -208,25 +225,38 @@ class Lanes:
         needed = self.paused[line].capacity + 1 if line in self.paused else 0
         return bucket(needed, (*self.job.rooms(self.job.limit(line)), needed))
 
-    def _prepare(self) -> None:
+    def _prepare(self, alive: list[int]) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
         runner, shape, rules = self.job.runner, self.shape, self.job.rules
-        self.newcomers = self.job.newcomers(self.joining, shape)
-        self.least_idle = np.full(len(runner.devices), self._least_idle(), np.int32)
+        least_idle = self._least_idle(sum(self.joining, alive))
+        least_idle = np.full(len(runner.devices), least_idle, np.int32)
+        self.arguments = self.job.newcomers(self.joining, shape), least_idle
         begin = runner.begin(rules, shape)
         program = partial(run, runner.models, begin=begin, rules=rules, shape=shape)
-        arrays = self.pool, self.newcomers, self.least_idle
+        arrays = self.pool, *self.arguments
         self.program = runner.compiled(("run", rules, shape), program, *arrays, donate=(1,))
 
-    def _least_idle(self) -> int:
+    def _prepare_finish(self) -> None:
+        """Prepare `finish` for the sentences that are left, as `_prepare` does `run`."""
+        runner, shape, rules = self.job.runner, self.shape, self.job.rules
+        idle = [[line is None for line in lines] for lines in self.lines]
+        order = np.argsort(idle, axis=1, kind="stable").astype(np.int32)  # idle ones last
+        slots = order[:, : shape.slots // FEWER]
+        self.arguments, self.joining = (slots,), [[] for _ in self.lines]
+        self.lines = np.take_along_axis(np.array(self.lines, object), slots, axis=1).tolist()
+        program = partial(finish, runner.models, rules=rules, shape=shape)
+        self.program = runner.compiled(("finish", rules, shape), program, self.pool, slots)
+        self.shape = dataclasses.replace(shape, slots=slots.shape[1])
+
+    def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
         slots, waiting = self.shape.slots, len(self.waiting) + len(self.paused)
+        if not self._following(alive):
+            return slots - slots // FEWER
         if not any(self.joining):
             # Those that could go on here found no idle slot, so at least one step is taken.
             can_resume = any(self._can_resume(line, self.shape) for line in self.paused)
             return -(-slots // 4) if can_resume else slots
-        if not waiting:
-            return slots
         if waiting < slots * len(self.lines) and not self._can_join():
             return -(-slots // 2)  # for a larger shape takes longer for each that is alive
         return -(-slots // 16)
@@ -237,11 +267,7 @@ class Lanes:
         Those that pause go on there if they have room. If no line that waits suits those alive,
         they go on among themselves.
         """
-        widest = WIDEST * min(map(self._width, alive), default=LENGTHS[-1])
-        lines = [*self.waiting[-1:], *self.paused]
-        if self._is_crowded():
-            lines = [*self.paused, *self.waiting[-1:]]
-        following = [line for line in lines if self._width(line) <= widest][:1]
+        following, widest = self._following(alive), self._widest(alive)
         shape = self._shape_for(alive, following)
         if alive and not (
             all(self._suits(shape.width, line) for line in following)
@@ -281,7 +307,7 @@ class Lanes:
             room = max([room, *(self._room(line) for line in fitting if line in self.paused)])
         # `room` itself, because a model of one's own may ask for more than all tokens need.
         capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps), room))
-        return dataclasses.replace(shape, capacity=capacity, last=is_last and shape.slots > 1)
+        return dataclasses.replace(shape, capacity=capacity)
 
     def _fullest(self) -> int:
         """Return the most sentences that are alive on one device."""
@@ -305,12 +331,11 @@ class Lanes:
         self.shape = shape
 
     def run(self) -> Report:
-        """Search until the newcomers have joined and some sentences are done; all if none waits."""
+        """Search until the newcomers have joined and some sentences, or most or all, are done."""
         runner = self.job.runner
         if self.moving is not None:  # not before, because other cores run beside this
             self.pool, self.moving = arrange(self.moving, self.pool, runner.devices), None
-        arguments = runner.params, self.pool, self.newcomers, self.least_idle
-        self.pool, report = self.program(*arguments)
+        self.pool, report = self.program(runner.params, self.pool, *self.arguments)
         return jax.device_get(report)
 
     def collect(self, report: Report) -> tuple[list[int], Hypotheses]:
