@@ -12,6 +12,7 @@ import slow_search
 
 from flaxformer_min.decoding import batching, scheduling
 from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
 from flaxformer_min.decoding.pool import Pool
 from flaxformer_min.tokens import BOS, EOS
@@ -319,6 +320,25 @@ def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
     _, runner = find(make_table(eos=-30.0), sources, batch_size=64, max_extra_tokens=2)
     capacities = {key[2].width: key[2].capacity for key in runner._programs if key[0] == "run"}
     assert capacities == {24: 80, 512: 4 * 514}  # 40 tokens of 1.75 hypotheses, in 16s
+
+
+def test_short_sentences_in_small_pools_are_not_padded_to_those_behind_them():
+    sources = make_sources([9, 9, 9, 9, 60])
+    _, runner = find(make_table(eos=0.7), sources, batch_size=2, max_extra_tokens=2)
+    assert {key[2].width for key in runner._programs} == {24, 64}
+
+
+@pytest.mark.parametrize(
+    "settings, differ",
+    [({}, True), ({"beam_size": 1}, False), ({"beam_size": 2, "sampling": Sampling()}, False)],
+)
+def test_early_stopping_makes_other_programs_only_where_hypotheses_compete(settings, differ):
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    exact, early = (
+        scheduling.Job(runner, {}, {}, Options(early_stopping=early, **settings), 0).rules
+        for early in (False, True)
+    )
+    assert (exact != early) is differ
 
 
 @pytest.mark.parametrize("beam_size, given, slots", [(1, None, 64), (4, None, 64), (1, 32, 32)])

@@ -106,7 +106,9 @@ class Job:
     def rules(self) -> Rules:
         """What programs are compiled for."""
         fields = dataclasses.fields(Rules)
-        return Rules(**{field.name: getattr(self.options, field.name) for field in fields})
+        rules = Rules(**{field.name: getattr(self.options, field.name) for field in fields})
+        # Hypotheses that do not compete go on until each has ended, so both kinds are the same.
+        return rules if rules.competing else dataclasses.replace(rules, early_stopping=True)
 
     def length(self, line: int) -> int:
         """Return the tokens of a source."""
@@ -292,8 +294,7 @@ class Lanes:
             width = max(width, self.shape.width)
         # A pool of its own would be compiled for little if only few lines had this width.
         quarter = runner.most_sentences() // 4
-        few = self.waiting[-quarter * devices :]
-        widths = [self._width(line) for line in few]
+        widths = [self._width(line) for line in self.waiting[::-1][: quarter * devices]]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
         fitting = [line for line in (*self.waiting, *self.paused) if self._width(line) <= width]
         least = max(fullest, quarter) if fullest else 0
