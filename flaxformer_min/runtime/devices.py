@@ -51,9 +51,13 @@ def on_each_device(
     trees: int,
     donate: tuple[int, ...] = (),
 ) -> Any:
-    """Return `program(params, *trees)` of each device's part of so many `trees`, [devices ...].
+    """Return `program(params, *trees)` for all devices, each with its part of the trees.
 
-    As `jax.pmap`, in whose caches a program would outlive those who use it.
+    As `jax.pmap`, but the compiled program is freed with those who use it; pmap's caches keep it.
+
+    trees:  how many arguments follow the parameters. Outside, all their arrays and those of the
+            result are [devices ...]; inside, without that axis.
+    donate: numbers of the arguments whose memory the result may reuse.
     """
 
     def of_device(params: Any, *trees: Any) -> Any:
