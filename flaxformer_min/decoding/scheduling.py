@@ -197,10 +197,10 @@ class Lanes:
         return True
 
     def _following(self, alive: list[int]) -> list[int]:
-        """Return the next line, if there is one that those alive can be joined by."""
-        waiting, paused = self.waiting[-1:], [*self.paused]
+        """Return the next line that may join those alive; none if all are too long for them."""
+        waiting, paused, widest = self.waiting[-1:], [*self.paused], self._widest(alive)
         lines = paused + waiting if self._is_crowded() else waiting + paused
-        return [line for line in lines if self._width(line) <= self._widest(alive)][:1]
+        return [line for line in lines if self._width(line) <= widest][:1]
 
     def _widest(self, alive: list[int]) -> int:
         """Return the largest width in which those alive may go on."""
