@@ -1,5 +1,6 @@
-"""Parameters, and the copies of biases and scales for each row that an NVIDIA GPU gets."""
+"""Parameters, their products, and the copies of vectors for each row that an NVIDIA GPU gets."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax.errors import ScopeParamShapeError
 
 from flaxformer_min.model.add_and_norm import LayerNorm
-from flaxformer_min.model.linear import Linear
+from flaxformer_min.model.linear import Linear, project
 from flaxformer_min.model.parameters import COPIES, copies_by_row
 from flaxformer_min.model.target import compiling_for
 
@@ -91,3 +92,24 @@ def test_a_parameter_of_another_shape_is_an_error():
     x, params = begin(module, (2, 3))
     with pytest.raises(ScopeParamShapeError, match="kernel"):
         module.apply({"params": params | {"kernel": jnp.zeros((3, 5))}}, x)
+
+
+def test_the_gradient_of_float32_logits_is_multiplied_in_bfloat16_on_an_nvidia_gpu():
+    """Which multiplies nothing else as fast. Sums are float32, as those of other products."""
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((40, 16), (16, 30)))
+    gradient = jnp.asarray(rng.normal(size=(40, 30)), jnp.bfloat16).astype(jnp.float32)
+
+    def loss(x, kernel):
+        return (project(x, kernel) * gradient).sum()
+
+    with compiling_for([H100]):
+        lowered = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, kernel)
+    products = re.findall(r"dot_general.*: \((.*)\) ->", lowered.as_text())
+    assert len(products) == 3
+    assert all("bf16" in each and "f32" not in each for each in products)
+    value, (of_x, of_kernel) = lowered.compile()(x, kernel)
+    x, kernel, gradient = (np.float64(each) for each in (x, kernel, gradient))
+    assert value == pytest.approx((x @ kernel * gradient).sum(), rel=1e-5)
+    np.testing.assert_allclose(np.float64(of_x), gradient @ kernel.T, rtol=2**-8, atol=1e-3)
+    np.testing.assert_allclose(np.float64(of_kernel), x.T @ gradient, rtol=2**-8, atol=1e-3)
