@@ -1,6 +1,7 @@
 """Models as the device of a search computes them fastest."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +77,25 @@ def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_log
     )
 
 
-def test_accelerators_keep_model_and_parameters():
-    class Tpu:
-        platform = "tpu"
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
+def test_on_accelerators_a_bfloat16_model_stores_the_weights_that_it_multiplies(
+    platform, embeddings
+):
+    model, params = model_and_params(dtype="bfloat16", embeddings=embeddings)
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        kept, suited_params = suited_to_device(model, params)
+        found = kept.apply({"params": suited_params}, BATCH)
+        expected = model.apply({"params": params}, BATCH)
+    assert kept is model
+    for path, leaf in paths(suited_params).items():
+        in_bfloat16 = path.endswith(("/kernel", OUTPUT_KERNEL))
+        assert leaf.dtype == (jnp.bfloat16 if in_bfloat16 else jnp.float32), path
+    np.testing.assert_array_equal(found, expected)
 
-    model, params = model_and_params(dtype="bfloat16")
-    with compiling_for([Tpu()]):
+
+def test_accelerators_keep_a_float32_model_and_its_parameters():
+    model, params = model_and_params(dtype="float32")
+    with compiling_for([SimpleNamespace(platform="tpu")]):
         kept, kept_params = suited_to_device(model, params)
     assert kept is model and kept_params is params

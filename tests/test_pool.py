@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding import batching, scheduling
+from flaxformer_min.decoding import batching, moves, pool, scheduling
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
 from flaxformer_min.decoding.pool import Pool
+from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS
 
 STATES, VOCAB = 997, 11
@@ -111,10 +113,10 @@ def make_sources(lengths, seed=0):
     }
 
 
-def find(table, sources, batch_size=8, cores=1, devices=1, **options):
+def find(table, sources, batch_size=8, cores=1, devices=1, kind="cpu", **options):
     """Search on so many cores, which share a device, or on so many devices, as if accelerators."""
     runner = BatchRunner([Table()], [jnp.asarray(table)], batch_size)
-    runner.cores, runner.devices = cores, jax.local_devices()[:devices]
+    runner.cores, runner.devices, runner.kind = cores, jax.local_devices()[:devices], kind
     runner.use_params([jnp.asarray(table)])
     found = {}
     for batch, hypotheses in runner.search(
@@ -184,6 +186,30 @@ def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices
     assert len({shape.width for shape in shapes}) >= 3 and 0 < len(paused) < len(sources)
     expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
     assert runner.usage.needed <= runner.usage.computed
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(monkeypatch, schedule, devices):
+    """Newcomers join together. Nobody pauses, and numpy sees no pool."""
+    shapes, paused, _ = schedule
+    monkeypatch.setattr(moves, "_arrange_in_numpy", None)
+    monkeypatch.setattr(moves, "rows", None)
+    monkeypatch.setattr(pool, "JOINING", 3)
+    lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
+    sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
+    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
+    with compiling_for([SimpleNamespace(platform="gpu", compute_capability="9.0")]):
+        found, _ = find(
+            table,
+            sources,
+            devices=devices,
+            kind="accelerator",
+            max_extra_tokens=20,
+            early_stopping=True,
+            **settings,
+        )
+    assert len({shape.width for shape in shapes}) >= 3 and not paused
+    expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
 
 
 def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):

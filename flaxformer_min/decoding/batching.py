@@ -42,6 +42,7 @@ from flaxformer_min.decoding.scheduling import (
     padded,
 )
 from flaxformer_min.decoding.search import Hypotheses
+from flaxformer_min.model.target import target_platform
 from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
@@ -272,11 +273,12 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     """Return the shape of a pool of so many sentences.
 
     Attention reads the whole capacity. Few translations need much more than their source, and
-    hypotheses share most of their tokens.
+    hypotheses share most of their tokens. A GPU reads faster than a sentence that outgrew its cache
+    would move to a larger pool, by way of the memory of the host.
     """
     beam = rules.beam_size
     most = steps * beam
-    if slots == 1:
+    if slots == 1 or target_platform() == "cuda":
         return PoolShape(slots, width, most, steps, prefix)
     tokens = width + width // 8 + 4
     if rules.competing and not rules.early_stopping:

@@ -50,21 +50,26 @@ def model_of_run(
 def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     """Return a model and its parameters as this device decodes them fastest.
 
-    On a CPU, a model of this package also has a tied table transposed, as the output projection
-    reads it: for few hypotheses, transposing it at each step takes longer than the product. A CPU
-    may have units for products of bfloat16, but none for anything else. So a model that computes in
-    bfloat16 does so in products with weights alone.
+    The weights of products of a model that computes in bfloat16 are stored in it, so that no step
+    converts them. The output projection has its own copy of a tied table, because embeddings are
+    float32. On a CPU it has one in any case: for few hypotheses, transposing the table at each step
+    takes longer than the product. A CPU may have units for products of bfloat16, but none for
+    anything else. So there, a model that computes in bfloat16 does so in those products alone.
     """
-    if type(model) is not Transformer or target_platform() != "cpu":
+    if type(model) is not Transformer:
         return model, params
-    config, dtype = model.config, jnp.dtype(compute_dtype(model.config))
+    config, on_cpu = model.config, target_platform() == "cpu"
+    dtype = jnp.dtype(compute_dtype(config))
+    if not on_cpu and dtype != jnp.bfloat16:
+        return model, params
 
     # By numpy: a program for it would take 25 MB.
     def cast(x: Any) -> Array:
         return jax.device_put(np.asarray(x).astype(dtype, order="C", copy=False))
 
-    if dtype == jnp.bfloat16:
+    if on_cpu and dtype == jnp.bfloat16:
         model = model.clone(config=dataclasses.replace(config, dtype="float32"))
+    if dtype == jnp.bfloat16:
         params = jax.tree_util.tree_map_with_path(
             lambda path, x: cast(x) if path[-1].key == "kernel" else x, params
         )

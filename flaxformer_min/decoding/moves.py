@@ -1,12 +1,18 @@
-"""Sentences that move from one pool to another, as numpy arrays.
+"""Sentences that move from one pool to another.
 
-A program for each pair of shapes would take longer to compile than all moves take.
+On a CPU they are numpy arrays: a program for each pair of shapes would take longer to compile than
+all moves take. An accelerator has such programs, because its pools are large, and far from numpy.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from flaxformer_min.decoding.pool import Pool
 from flaxformer_min.runtime.devices import divided_among
@@ -25,13 +31,68 @@ def rows(pool: Pool, device: int, slots: Sequence[int]) -> Iterator[np.ndarray]:
         yield np.asarray(shards[device])[0, slots]
 
 
-def arrange(
-    groups: Sequence[Sequence[Iterable[np.ndarray]]], arrays: Pool, devices: list[jax.Device]
-) -> Pool:
-    """Return a pool on the devices, of the `rows` that each is given from other pools.
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """The `rows` of a pool that stay on its device unless they are asked for."""
 
-    Each axis is cut, or continued with zeros. One array is moved after the other, because numpy's
-    copies of all of them would take as much memory as both pools.
+    pool: Pool
+    device: int
+    slots: Sequence[int]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Return the rows."""
+        return rows(self.pool, self.device, self.slots)
+
+
+Rows = Iterable[np.ndarray]
+"""Sentences that move: `rows`, `OnDevice`, or such arrays that were kept elsewhere."""
+
+
+def arrange(groups: Sequence[Sequence[Rows]], arrays: Pool, runner: Any) -> Pool:
+    """Return a pool on the runner's devices, of the sentences that each is given.
+
+    Each axis is cut, or continued with zeros.
+    """
+    given = [each for group in groups for each in group]
+    if runner.kind == "cpu" or not all(isinstance(each, OnDevice) for each in given):
+        return _arrange_in_numpy(groups, arrays, runner.devices)
+    slots = np.full(arrays.paused.shape, -1, np.int32)
+    for each in given:  # at most one for each device
+        slots[each.device, : len(each.slots)] = each.slots
+    old = jax.tree.leaves(given[0].pool) if given else []
+    shapes = tuple(leaf.shape for leaf in [*old, *jax.tree.leaves(arrays)])
+    program = runner.compiled(("move", shapes), partial(_moved, arrays=arrays), old, slots)
+    return program(runner.params, old, slots)
+
+
+def _moved(params: Any, old: list[Array], slots: Int[Array, " slots"], *, arrays: Pool) -> Pool:
+    """Return a pool of one device with the sentences of these slots of the old one; -1 is none.
+
+    arrays: shapes and types of the pools of all devices.
+    """
+    log_prob = arrays.state.progress.alive.log_prob
+
+    def move(leaf: jax.ShapeDtypeStruct, rows: Array | None) -> Array:
+        nobody = jnp.full(leaf.shape[1:], -jnp.inf if leaf is log_prob else 0, leaf.dtype)
+        if rows is None or leaf is arrays.paused:  # all go on in the new pool
+            return nobody
+        corner = tuple(map(min, nobody.shape[1:], rows.shape[1:]))
+        rows = rows[(jnp.maximum(slots, 0), *map(slice, corner))]
+        more = [(0, whole - part) for whole, part in zip(nobody.shape[1:], corner, strict=True)]
+        is_given = (slots >= 0).reshape(-1, *[1] * len(corner))
+        return jnp.where(is_given, jnp.pad(rows, [(0, 0), *more]), nobody)
+
+    leaves, structure = jax.tree.flatten(arrays)
+    moved = [move(*each) for each in zip(leaves, old or [None] * len(leaves), strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def _arrange_in_numpy(
+    groups: Sequence[Sequence[Rows]], arrays: Pool, devices: list[jax.Device]
+) -> Pool:
+    """Return the pool of `arrange`, one array after the other.
+
+    numpy's copies of all of them would take as much memory as both pools.
     """
     sharding, log_prob = divided_among(devices), arrays.state.progress.alive.log_prob
     moving = [[iter(sentences) for sentences in group] for group in groups]

@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, State
+from flaxformer_min.model.target import target_platform
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
+
+JOINING = 32
+"""Newcomers that join at once on an NVIDIA GPU, where each turn of a loop takes tens of kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +141,12 @@ def run(
 
     def step(now: _Call) -> _Call:
         joining = jnp.minimum(_count_idle(now.pool), newcomers.count - now.report.joined)
-        now = jax.lax.fori_loop(0, joining, lambda _, now: _join(now, begun, shape), now)
+        if target_platform() == "cuda":
+            turns = -(-joining // JOINING)
+            join = partial(_join_together, begun=begun, count=newcomers.count, shape=shape)
+        else:
+            turns, join = joining, partial(_join, begun=begun, shape=shape)
+        now = jax.lax.fori_loop(0, turns, lambda _, now: join(now), now)
         return _step(search, now, shape)
 
     def is_busy(now: _Call) -> Array:
@@ -312,6 +321,25 @@ def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
     row = _with_room(_taken(begun, report.joined, 1), shape)
     pool = _put(now.pool, row, slot)
     return _Call(pool, report._replace(holds=holds, joined=report.joined + 1))
+
+
+def _join_together(now: _Call, begun: Pool, count: Int[Array, ""], shape: PoolShape) -> _Call:
+    """Let the next `JOINING` of the `count` sentences that are begun take idle slots, if any."""
+    alive = now.pool.state.is_alive()
+    numbers = now.report.joined + jnp.arange(min(JOINING, shape.slots), dtype=jnp.int32)
+    slots = jnp.argsort(alive, stable=True)[: numbers.size].astype(jnp.int32)  # idle ones first
+    joins = ~alive[slots] & (numbers < count)
+    # Beyond the last slot nothing is written; read there, it is the last itself, whose outcome so
+    # far may be recorded once more.
+    slots = jnp.where(joins, slots, shape.slots)
+    report = _record(now, slots)
+    holds = report.holds.at[slots].set(shape.slots + numbers, mode="drop")
+    rows = _with_room(jax.tree.map(lambda leaf: leaf[numbers], begun), shape)
+    pool = jax.tree.map(
+        lambda old, new: old.at[slots].set(new, mode="drop", unique_indices=True), now.pool, rows
+    )
+    joined = report.joined + joins.sum(dtype=jnp.int32)
+    return _Call(pool, report._replace(holds=holds, joined=joined))
 
 
 def _with_room(pool: Pool, shape: PoolShape) -> Pool:

@@ -4,14 +4,14 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.moves import arrange, rows
+from flaxformer_min.decoding.moves import OnDevice, Rows, arrange, rows
 from flaxformer_min.decoding.pool import (
     Newcomers,
     Pool,
@@ -174,7 +174,7 @@ class Lanes:
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
         # What the next `run` makes its pool of; until then `pool` has shapes and types alone.
-        self.moving: list[list[Iterable[np.ndarray]]] | None = None
+        self.moving: list[list[Rows]] | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
@@ -301,8 +301,7 @@ class Lanes:
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
         near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
-        is_last = len(near) <= quarter * devices
-        if is_last:
+        if len(near) <= quarter * devices:  # the last ones
             room = max([room, *map(self._room, fitting)])
         elif self._is_crowded():
             room = max([room, *(self._room(line) for line in fitting if line in self.paused)])
@@ -317,11 +316,12 @@ class Lanes:
     def _build(self, shape: PoolShape, resumed: list[int]) -> None:
         """Let `run` make a pool of this shape, of the sentences alive and of those resumed."""
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
-        groups: list[list[Iterable[np.ndarray]]] = [[] for _ in lines]
+        groups: list[list[Rows]] = [[] for _ in lines]
+        leave = rows if self.job.runner.kind == "cpu" else OnDevice
         for device, slots in enumerate(self.lines):
             if kept := [slot for slot, line in enumerate(slots) if line is not None]:
                 lines[device] += [slots[slot] for slot in kept]
-                groups[device].append(rows(self.pool, device, kept))
+                groups[device].append(leave(self.pool, device, kept))
         for line in resumed:
             device = min(range(len(lines)), key=lambda device: len(lines[device]))
             if len(lines[device]) < shape.slots:
@@ -335,7 +335,7 @@ class Lanes:
         """Search until the newcomers have joined and some sentences, or most or all, are done."""
         runner = self.job.runner
         if self.moving is not None:  # not before, because other cores run beside this
-            self.pool, self.moving = arrange(self.moving, self.pool, runner.devices), None
+            self.pool, self.moving = arrange(self.moving, self.pool, runner), None
         self.pool, report = self.program(runner.params, self.pool, *self.arguments)
         return jax.device_get(report)
 
