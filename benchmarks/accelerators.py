@@ -296,7 +296,8 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
         early_stopping=decoding.early_stopping,
     )
     steps = args.source + decoding.max_extra_tokens
-    shape = pool_shape(args.sentences, args.source, steps, rules)
+    with compiling_for(devices):
+        shape = pool_shape(args.sentences, args.source, steps, rules)
     integer = jax.ShapeDtypeStruct((), np.int32)
     new = jax.ShapeDtypeStruct((shape.slots,), np.int32)
     source = jax.ShapeDtypeStruct((shape.slots, shape.width), np.int32)

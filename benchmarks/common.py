@@ -217,12 +217,12 @@ def read_split(args: argparse.Namespace, split: str) -> Sequence[tuple[str, str]
     return read_pairs(args.corpus, split, args.languages)
 
 
-def make_tokenizer(args: argparse.Namespace, folder: Path) -> Any:
-    """Return a tokenizer trained on the first pairs of the training split."""
+def make_tokenizer(args: argparse.Namespace, folder: Path, pieces: int | None = None) -> Any:
+    """Return a tokenizer of `--vocab-size` or so many pieces, trained on the first pairs."""
     from flaxformer_min.data.tokenizer import train_tokenizer
 
     texts = (text for pair in read_split(args, "train")[:30_000] for text in pair)
-    return train_tokenizer(texts, args.vocab_size, folder / "tokenizer.model")
+    return train_tokenizer(texts, pieces or args.vocab_size, folder / "tokenizer.model")
 
 
 def flops_of_source(sizes: Mapping[str, int], lengths: np.ndarray) -> float:
@@ -280,11 +280,14 @@ def machine(*packages: str) -> str:
 
 
 def matrix_product_rate(size: int = 2048, repeats: int = 10, dtype: str = "float32") -> float:
-    """Return the best FLOP/s of a product of two square matrices in jax."""
+    """Return the best FLOP/s of a product of two square matrices of random numbers in jax.
+
+    A GPU multiplies ones faster than random numbers, which take more power.
+    """
     import jax
     import jax.numpy as jnp
 
-    x = jnp.ones((size, size), dtype)
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     return 2 * size**3 / _best(jax.jit(jnp.matmul), (x, x), repeats)
 
 

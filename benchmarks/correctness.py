@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +38,9 @@ def main() -> int:
     if args.write:
         np.savez(args.write, **computed(args.size, args.steps))
         return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        cpu, device = (
-            in_process(args, Path(scratch) / f"{number}.npz", platform)
-            for number, platform in enumerate(("cpu", None))
-        )
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as threads:
+        files = [Path(scratch) / f"{number}.npz" for number in range(2)]
+        cpu, device = threads.map(partial(in_process, args), files, ("cpu", None))
     rows = [row_of(name, cpu[name], device[name]) for name in LIMITS]
     report(f"{device['device']} beside a CPU, size {args.size}; {machine('jax')}", rows, args.json)
     return 1 if any(row["within"] == "no" for row in rows) else 0

@@ -125,11 +125,17 @@ def measure(
 def best_peers(
     args: argparse.Namespace, ordered: Sequence[Any], vocab_size: int, beam: int
 ) -> list[Contender]:
-    """Start the peer twice, in the batch size and number of threads that suit it best."""
+    """Start the peer twice, in the batch size and number of threads that suit it best.
+
+    On a GPU, threads and memory settings make no difference: it starts once for each batch size.
+    """
     peer = (marian, ordered, vocab_size, beam, args.size, args.device, args.dtype)
+    sizes = args.batch_size, 2 * args.batch_size
+    if args.device != "cpu":
+        return [Contender(f"Marian, {size} sentences", *peer, size, 1) for size in sizes]
     tried = {
         (size, n): Contender(f"Marian with our memory settings{_in(size, n)}", *peer, size, n)
-        for size in (args.batch_size, 2 * args.batch_size)
+        for size in sizes
         for n in {1, cores()}
     }
     alternate(list(tried.values()), 1)
@@ -165,6 +171,7 @@ def ours(
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding import scheduling
     from flaxformer_min.decoding.batching import BatchRunner
+    from flaxformer_min.decoding.models import suited_to_device
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
 
@@ -184,7 +191,8 @@ def ours(
                 yield batch, found
 
     tokenizers = tokenizer, tokenizer
-    translator = Translator([Transformer(config)], [params], tokenizers, decoding)
+    model, params = suited_to_device(Transformer(config), params)  # as `Translator.load` does
+    translator = Translator([model], [params], tokenizers, decoding)
     translator.runner = Checked(translator.models, [params], batch_size)
 
     def run() -> dict[str, float]:
@@ -296,6 +304,8 @@ def bound_seconds(
     d, layers = sizes["d_model"], sizes["num_layers"]
     flops = flops_of_source(sizes, read)
     flops += beam * flops_of_target(sizes, vocab_size, length, read)
+    on_cpu = args.device == "cpu"
+    width = 2 if args.dtype == "bfloat16" and not on_cpu else 4  # bytes of a weight
     # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
     weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
     moved = 0
@@ -304,8 +314,9 @@ def bound_seconds(
         for step in range(1, length[batch].max() + 1):
             alive = read[batch][length[batch] >= step]
             cached = 2 * d * layers * (beam * step * len(alive) + alive.sum())
-            moved += 4 * int(weights + cached + 2 * len(alive) * beam * vocab_size)
-    return max(flops / matrix_product_rate(), moved / copy_rate())
+            moved += width * int(weights + cached) + 8 * len(alive) * beam * vocab_size
+    rate = matrix_product_rate(2048 if on_cpu else 8192, dtype="float32" if on_cpu else args.dtype)
+    return max(flops / rate, moved / copy_rate())
 
 
 if __name__ == "__main__":

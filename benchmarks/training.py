@@ -45,6 +45,14 @@ def main() -> None:
     """Measure, and print one table."""
     parser = arguments(__doc__, "training")
     parser.add_argument("--tokens", type=int, default=4096, help="target positions in a batch")
+    parser.add_argument(
+        "--row-lengths", type=int, nargs=2, default=[64, 68], help="positions of a packed row"
+    )
+    parser.add_argument(
+        "--tokenizer-size",
+        type=int,
+        help="pieces of the tokenizer, where the text is too little for --vocab-size",
+    )
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--patience", type=float, default=6, help="minutes for PyTorch to compile")
@@ -94,10 +102,13 @@ def table_of(contenders: list[Contender], rate: float) -> list[dict[str, Any]]:
 
 
 def best_peers(pairs: Pairs, settings: dict[str, Any], dtype: str) -> list[Contender]:
-    """Start the peer eager, in its faster number of threads, and compiled, if ready in time."""
+    """Start the peer eager, in its faster number of threads, and compiled, if ready in time.
+
+    On a GPU, the threads make no difference.
+    """
     tried = {
         n: Contender(f"PyTorch eager, {n} threads", theirs, pairs, settings, dtype, False, n)
-        for n in sorted({1, cores()})
+        for n in sorted({1, cores()} if settings["device"] == "cpu" else {1})
     }
     alternate(list(tried.values()), 1)
     threads = min(tried, key=lambda n: tried[n].runs[0]["seconds"])
@@ -117,7 +128,8 @@ def best_peers(pairs: Pairs, settings: dict[str, Any], dtype: str) -> list[Conte
 
 def prepare(args: argparse.Namespace, folder: Path) -> Pairs:
     """Return the training split as token ids, without pairs that do not fit a row of 64."""
-    tokenizer, pairs = make_tokenizer(args, folder), read_split(args, "train")[:30_000]
+    tokenizer = make_tokenizer(args, folder, args.tokenizer_size)
+    pairs = read_split(args, "train")[:30_000]
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     return [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= 64]
 
@@ -147,8 +159,8 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
 
-    sizes, row = SIZES[settings["size"]], (64, 68)
-    rows_per_batch = -(-settings["tokens"] // 64)
+    sizes, row = SIZES[settings["size"]], tuple(settings["row_lengths"])
+    rows_per_batch = -(-settings["tokens"] // row[0])
     configure_cpu_devices(rows_per_batch)  # as train.py does
     with tempfile.TemporaryDirectory() as scratch:
         texts = [tuple(" ".join(map(str, ids)) for ids in pair) for pair in pairs]
@@ -254,7 +266,8 @@ def theirs(pairs: Pairs, settings: dict[str, Any], dtype: str, compiled: bool, t
 
     model = Model().to(device)
     loss_of = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
+    fused = device == "cuda"  # the fastest there
+    adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=fused)
     if compiled:
         # The whole model takes many minutes, most of them in g++; layers of one kind share a
         # program. By default, torch takes sizes that are equal in the first batch for one size.

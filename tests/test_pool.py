@@ -190,10 +190,21 @@ def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(monkeypatch, schedule, devices):
-    """Newcomers join together. Nobody pauses, and numpy sees no pool."""
+    """To the same pools as numpy would build. Newcomers join together, and nobody pauses."""
     shapes, paused, _ = schedule
-    monkeypatch.setattr(moves, "_arrange_in_numpy", None)
-    monkeypatch.setattr(moves, "rows", None)
+    moved = []
+
+    def arrange(groups, arrays, runner):
+        assert all(isinstance(each, moves.OnDevice) for group in groups for each in group)
+        in_numpy = moves._arrange_in_numpy(groups, arrays, runner.devices)
+        with monkeypatch.context() as patch:
+            patch.setattr(moves, "_arrange_in_numpy", None)
+            found = moves.arrange(groups, arrays, runner)
+        jax.tree.map(np.testing.assert_array_equal, found, in_numpy)
+        moved.append(sum(map(len, groups)))
+        return found
+
+    monkeypatch.setattr(scheduling, "arrange", arrange)
     monkeypatch.setattr(pool, "JOINING", 3)
     lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
@@ -209,6 +220,7 @@ def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(monkeypatch, sched
             **settings,
         )
     assert len({shape.width for shape in shapes}) >= 3 and not paused
+    assert moved[0] == 0 and sum(moved) > 0
     expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
 
 
