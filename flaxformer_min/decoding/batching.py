@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
+from flaxformer_min.decoding.ensemble import log_mean_probability
 from flaxformer_min.decoding.pool import (
     Begin,
     Newcomers,
@@ -25,7 +26,6 @@ from flaxformer_min.decoding.pool import (
     Rules,
     begin,
     empty_pool,
-    log_mean_probability,
 )
 from flaxformer_min.decoding.scheduling import (
     BATCHES,

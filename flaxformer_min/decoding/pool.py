@@ -6,7 +6,6 @@ on the others nor on when it began.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from flaxformer_min.decoding.ensemble import log_mean_probability, search_of
 from flaxformer_min.decoding.search import Hypotheses, Prefix, Rules, Search, State
 from flaxformer_min.model.target import target_platform
 from flaxformer_min.model.transformer import first_tokens
@@ -133,7 +133,7 @@ def run(
     A newcomer joins as soon as a slot is idle. Sentences that paused in an earlier call have left.
     """
     pool = _leave(pool)
-    search = Search(partial(decode_step, models, params), _reorder, rules)
+    search = search_of(models, params, rules)
     begun, count = _begin_by_parts(begin, params, newcomers, shape)
     # Where hypotheses compete, a first step of one hypothesis is taken already.
     begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
@@ -171,7 +171,7 @@ def finish(
 
     slots: with the sentences that are left; idle ones may be among them.
     """
-    search = Search(partial(decode_step, models, params), _reorder, rules)
+    search = search_of(models, params, rules)
     few = jax.tree.map(lambda leaf: leaf[slots], _leave(pool))
     now = jax.lax.while_loop(
         lambda now: _count_active(now.pool) > 0,
@@ -277,7 +277,7 @@ def begin(
         (prefix != PAD).sum(1, dtype=jnp.int32),
         log_mean_probability(log_probs).sum(1),
     )
-    search = Search(partial(decode_step, models, params), _reorder, rules)
+    search = search_of(models, params, rules)
     return search.begin(caches, given, newcomers.max_length, shape.steps, key)
 
 
@@ -288,29 +288,6 @@ def empty_pool(
     state = begin(params, _taken(newcomers, 0, shape.part))
     none = jnp.zeros(shape.part, jnp.int32)
     return _zeros(_with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
-
-
-def decode_step(models, params, tokens, caches):
-    """Take a step of each model; return the log of their mean probability."""
-    logits, after = [], []
-    for model, weights, (cross, cache) in zip(models, params, caches, strict=True):
-        of_model, cache = model.apply(
-            {"params": weights}, tokens, cross, cache, method="decode_step"
-        )
-        logits.append(of_model if len(models) == 1 else jax.nn.log_softmax(of_model))
-        after.append((cross, cache))
-    return log_mean_probability(logits), after
-
-
-def log_mean_probability(log_probs: list) -> Any:
-    """Return the logarithm of the models' mean probability."""
-    if len(log_probs) == 1:
-        return log_probs[0]
-    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
-
-
-def _reorder(caches, parents):
-    return [(cross, cache.reorder(parents)) for cross, cache in caches]
 
 
 def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
