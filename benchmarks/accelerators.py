@@ -288,31 +288,39 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     from flaxformer_min.model.target import compiling_for
     from flaxformer_min.runtime.devices import on_each_device
 
-    model, state = model_and_state(config, devices)
-    decoding = config.decoding
-    rules = Rules(
-        decoding.beam_size,
-        length_penalty=decoding.length_penalty,
-        early_stopping=decoding.early_stopping,
-    )
-    steps = args.source + decoding.max_extra_tokens
+    names = "beam_size", "length_penalty", "early_stopping"
+    rules = Rules(**{name: getattr(config.decoding, name) for name in names})
+    steps = args.source + config.decoding.max_extra_tokens
     with compiling_for(devices):
+        model, params = suited_model(config, devices)
         shape = pool_shape(args.sentences, args.source, steps, rules)
-    integer = jax.ShapeDtypeStruct((), np.int32)
-    new = jax.ShapeDtypeStruct((shape.slots,), np.int32)
-    source = jax.ShapeDtypeStruct((shape.slots, shape.width), np.int32)
-    newcomers = Newcomers(integer, source, new, new, None, None)
-    with compiling_for(devices):
+        integer, new, source = (
+            jax.ShapeDtypeStruct(sizes, np.int32)
+            for sizes in ((), (shape.slots,), (shape.slots, shape.width))
+        )
+        newcomers = Newcomers(integer, source, new, new, None, None)
         begin_here = partial(begin, [model], rules=rules, shape=shape)
         empty = partial(empty_pool, begin=begin_here, shape=shape)
-        pool = jax.eval_shape(empty, [state.params], newcomers)
+        pool = jax.eval_shape(empty, [params], newcomers)
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
             (pool, newcomers, integer),
         )
         program = partial(run, [model], begin=begin_here, rules=rules, shape=shape)
         mapped = on_each_device(program, devices, len(arguments), donate=(1,))
-        return mapped.lower([state.params], *arguments)
+        return mapped.lower([params], *arguments)
+
+
+def suited_model(config: Any, devices: list[Any]) -> tuple[Any, Any]:
+    """Return the model and the shapes of its parameters as `Translator.load` suits them."""
+    import jax
+
+    from flaxformer_min.decoding.models import suited_to_device
+
+    model, state = model_and_state(config, devices)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
+    model, params = suited_to_device(model, zeros)
+    return model, jax.eval_shape(lambda: params)
 
 
 def search_figures(
@@ -327,14 +335,14 @@ def search_figures(
     d, layers = sizes.d_model, sizes.num_layers
     weights = layers * (6 * d**2 + 2 * d * sizes.d_ff) + sizes.vocab_size * d
     cached = 2 * d * layers * args.sentences * args.source * (1 + beam)
-    width = 4 if sizes.dtype == "float32" else 2
-    found = hlo.loops(program)
-    step = max((cycles for _, turns, cycles in found if turns is None), default=0) / chip.clock
+    width, bandwidth = 4 if sizes.dtype == "float32" else 2, chip.bandwidth / chip.devices
+    step = (
+        max((cycles for _, turns, cycles in hlo.loops(program) if turns is None), default=0)
+        / chip.clock
+    )
     return {
         "a step, ms": 1000 * step,
-        "its reads at bandwidth, ms": 1000
-        * (4 * weights + width * cached)
-        / (chip.bandwidth / chip.devices),
+        "its reads at bandwidth, ms": 1000 * width * (weights + cached) / bandwidth,
         "hypotheses/s": args.sentences * beam / step if step else 0.0,
     }
 
@@ -346,8 +354,7 @@ def model_and_state(config: Any, devices: list[Any]) -> tuple[Any, Any]:
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.training.step import initial_state
 
-    model = Transformer(config.model)
-    number = len(devices)
+    model, number = Transformer(config.model), len(devices)
     start = partial(initial_state, model, config, devices=number, local=number)
     return model, jax.eval_shape(start, jax.ShapeDtypeStruct((), np.uint32))
 
