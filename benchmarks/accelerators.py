@@ -336,10 +336,8 @@ def search_figures(
     weights = layers * (6 * d**2 + 2 * d * sizes.d_ff) + sizes.vocab_size * d
     cached = 2 * d * layers * args.sentences * args.source * (1 + beam)
     width, bandwidth = 4 if sizes.dtype == "float32" else 2, chip.bandwidth / chip.devices
-    step = (
-        max((cycles for _, turns, cycles in hlo.loops(program) if turns is None), default=0)
-        / chip.clock
-    )
+    steps = [cycles for _, turns, cycles in hlo.loops(program) if turns is None]
+    step = max(steps, default=0) / chip.clock
     return {
         "a step, ms": 1000 * step,
         "its reads at bandwidth, ms": 1000 * width * (weights + cached) / bandwidth,
