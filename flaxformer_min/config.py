@@ -140,8 +140,8 @@ class ModelConfig:
     attention: Literal["explicit", "fused"] = setting("explicit", may_change=True)
     """In training: equation 1 step by step, or as one fused operation, which does not return the
     attention weights. Fused saves memory on an NVIDIA GPU with dtype=bfloat16 (cuDNN's flash
-    attention; heads 8, 16, ... 128 wide, rows of even length; not measured yet) and gains nothing
-    elsewhere. Decoding is always explicit."""
+    attention; heads 8, 16, ... 128 wide, rows of even length) and gains nothing elsewhere. Decoding
+    is always explicit."""
 
     remat: Literal["none", "selective", "full"] = setting("none", may_change=True)
     """What the backward pass recomputes instead of storing it. full: all but the input of each
