@@ -224,6 +224,18 @@ def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(monkeypatch, sched
     expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
 
 
+@pytest.mark.parametrize(
+    "platform, steps, capacity", [("gpu", 74, 304), ("gpu", 1000, 64), ("tpu", 74, 64)]
+)
+def test_caches_of_a_gpu_have_room_for_all_tokens_unless_these_are_very_many(
+    platform, steps, capacity
+):
+    """31 tokens are usual with sources of 24: 4 hypotheses share all but 3 / 4 of them."""
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        shape = batching.pool_shape(8, 24, steps, batching.Rules(beam_size=4))
+    assert shape.capacity == capacity
+
+
 def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):
     """None ends before its limit. Others begin in the larger pool in which these go on."""
     shapes, paused, most = schedule

@@ -47,6 +47,9 @@ from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
+ROOMY = 8
+"""How many times the usual capacity of a cache a GPU has at most."""
+
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
 
@@ -273,18 +276,20 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     """Return the shape of a pool of so many sentences.
 
     Attention reads the whole capacity. Few translations need much more than their source, and
-    hypotheses share most of their tokens. A GPU reads faster than a sentence that outgrew its cache
-    would move to a larger pool, by way of the memory of the host.
+    hypotheses share most of their tokens. Unless it were `ROOMY` times as much, a GPU reads the
+    most that they may need faster than those that outgrow their cache would move to a larger pool.
     """
     beam = rules.beam_size
     most = steps * beam
-    if slots == 1 or target_platform() == "cuda":
+    if slots == 1:
         return PoolShape(slots, width, most, steps, prefix)
     tokens = width + width // 8 + 4
     if rules.competing and not rules.early_stopping:
         # An exact search goes on for long after the best translation has ended.
         tokens = width + width // 2 + 4
     capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
+    if target_platform() == "cuda" and most <= ROOMY * capacity:
+        capacity = most
     return PoolShape(slots, width, in_blocks(min(capacity, most), beam), steps, prefix)
 
 
