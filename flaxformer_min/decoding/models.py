@@ -50,11 +50,11 @@ def model_of_run(
 def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     """Return a model and its parameters as this device decodes them fastest.
 
-    The weights of products of a model that computes in bfloat16 are stored in it, so that no step
-    converts them. The output projection has its own copy of a tied table, because embeddings are
-    float32. On a CPU it has one in any case: for few hypotheses, transposing the table at each step
-    takes longer than the product. A CPU may have units for products of bfloat16, but none for
-    anything else. So there, a model that computes in bfloat16 does so in those products alone.
+    A model of this package that computes in bfloat16 stores the weights of products in it, so that
+    no step converts them. A tied table stays float32 for embeddings, and the output projection gets
+    a copy. On a CPU it gets one in any case, transposed: for few hypotheses, transposing the table
+    at each step takes longer than the product. A CPU may have units for products of bfloat16, but
+    none for anything else. So there the model computes in bfloat16 in products with weights alone.
     """
     if type(model) is not Transformer:
         return model, params

@@ -1,7 +1,8 @@
 """Sentences that move from one pool to another.
 
 On a CPU they are numpy arrays: a program for each pair of shapes would take longer to compile than
-all moves take. An accelerator has such programs, because its pools are large, and far from numpy.
+all moves take. An accelerator has such programs, because its pools are gigabytes, which the host
+would read and write back.
 """
 
 import dataclasses
