@@ -8,8 +8,8 @@ they do in use. With `--lengths source` each has two tokens more than its source
 almost together. Ours reads and writes text; the peer reads token ids in sorted, padded batches and
 returns ids. The peer runs twice: as installed, and with the memory settings of our programs; in
 the number of threads and the batch size, ours or twice ours, in which it is fastest. On a GPU it
-is left out if PyTorch finds none. Without --corpus the sentences are those of the embedded test
-set. Needs the extra `benchmarks`.
+runs in both batch sizes, and is left out if PyTorch finds none. Without --corpus the sentences are
+those of the embedded test set. Needs the extra `benchmarks`.
 
     python benchmarks/decoding.py --corpus text:DIR --run RUN
 
@@ -305,7 +305,8 @@ def bound_seconds(
     flops = flops_of_source(sizes, read)
     flops += beam * flops_of_target(sizes, vocab_size, length, read)
     on_cpu = args.device == "cpu"
-    width = 2 if args.dtype == "bfloat16" and not on_cpu else 4  # bytes of a weight
+    # Bytes of a weight, and of what is cached.
+    width, cache_width = ((4, 4), (2, 4 if on_cpu else 2))[args.dtype == "bfloat16"]
     # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
     weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
     moved = 0
@@ -314,7 +315,8 @@ def bound_seconds(
         for step in range(1, length[batch].max() + 1):
             alive = read[batch][length[batch] >= step]
             cached = 2 * d * layers * (beam * step * len(alive) + alive.sum())
-            moved += width * int(weights + cached) + 8 * len(alive) * beam * vocab_size
+            moved += int(width * weights + cache_width * cached)
+            moved += 8 * len(alive) * beam * vocab_size
     rate = matrix_product_rate(2048 if on_cpu else 8192, dtype="float32" if on_cpu else args.dtype)
     return max(flops / rate, moved / copy_rate())
 

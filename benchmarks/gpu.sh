@@ -5,7 +5,8 @@
 # all tables. Nothing is downloaded. Where packages are missing, `benchmarks/gpu_wheels.sh` prepares
 # them on another machine, and WHEELS names the folder. If PyTorch is installed and finds the GPU,
 # it is measured in turn with ours. An error in one part does not stop the rest; the exit status is
-# 1 then. What does not fit in LIMIT seconds is left out. A second run compiles little.
+# 1 then. What does not fit in LIMIT seconds (default: 600) is left out; a second run in the same
+# folder fits in, because it compiles little.
 #
 # CORPUS=text:DIR LANGUAGES=en-de measures on other text than the embedded corpus.
 # DEVICE=cpu SIZES=multi30k TOKENS=512 STEPS=2 ROUNDS=1 SENTENCES=16 tries the script without a GPU.
@@ -13,6 +14,7 @@ set -uo pipefail
 out=$(mkdir -p "${1:-gpu-results}" && realpath "${1:-gpu-results}")
 corpus=${CORPUS:-cldr:en-ko}
 if [ "${corpus#text:}" != "$corpus" ]; then corpus=text:$(realpath "${corpus#text:}"); fi
+wheels=${WHEELS:+$(realpath "$WHEELS")}
 cd "$(dirname "$0")/.." || exit 2
 device=${DEVICE:-gpu} sizes=${SIZES:-base big} tokens=${TOKENS:-25600}
 steps=${STEPS:-20} rounds=${ROUNDS:-5} sentences=${SENTENCES:-1000} limit=${LIMIT:-600}
@@ -20,20 +22,25 @@ python=${PYTHON:-python} failed=0
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLOCATE=false
 export JAX_COMPILATION_CACHE_DIR=$out/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.5
 if [ "$device" = cpu ]; then export JAX_PLATFORMS=cpu; fi
-if [ -n "${WHEELS:-}" ]; then
-    "$python" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl || exit 2
+if [ -n "$wheels" ]; then
+    "$python" -m pip install --quiet --no-index --no-deps "$wheels"/*.whl || exit 2
 fi
+rm -rf "$out/run" "$out"/*.json "$out"/*.log
 : > "$out/report.md"
 
 part() { # NAME SECONDS COMMAND ...
     printf '\n## %s\n' "$1" | tee -a "$out/report.md"
     local left=$((limit - SECONDS))
     if [ $left -lt 30 ]; then
-        echo "left out: $limit seconds are over" | tee -a "$out/report.md"
+        echo "left out: $limit seconds are nearly over" | tee -a "$out/report.md"
         return
     fi
-    if ! timeout "$(($2 < left ? $2 : left))" "${@:3}" 2> "$out/$1.log" | tee -a "$out/report.md"; then
-        echo "failed, or took too long; see $1.log" | tee -a "$out/report.md"
+    timeout -k 10 "$(($2 < left ? $2 : left))" "${@:3}" 2> "$out/$1.log" | tee -a "$out/report.md"
+    local status=${PIPESTATUS[0]}
+    if [ "$status" -eq 124 ] && [ $left -lt "$2" ]; then
+        echo "left out: $limit seconds are over" | tee -a "$out/report.md"
+    elif [ "$status" -ne 0 ]; then
+        echo "failed, or took more than $2 seconds; see $1.log" | tee -a "$out/report.md"
         failed=1
     fi
 }
@@ -44,7 +51,7 @@ then peers=''; fi
 text=(--device "$device" --corpus "$corpus" --languages "${LANGUAGES:-}" --rounds "$rounds")
 training=("$python" benchmarks/training.py "${text[@]}" --tokens "$tokens" --steps "$steps"
     --dropout 0.1 --patience 2 --row-lengths 128 128
-    --vocab-size "${VOCABULARY:-37000}" --tokenizer-size "${PIECES:-8000}") # the paper's, of any text
+    --vocab-size "${VOCABULARY:-37000}" --tokenizer-size "${PIECES:-8000}")
 decoding=("$python" benchmarks/decoding.py "${text[@]}" --sentences "$sentences"
     --batch-size "${BATCH:-256}" --size "${sizes%% *}" --vocab-size "${PIECES:-8000}")
 

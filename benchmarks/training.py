@@ -44,9 +44,14 @@ Pairs = list[tuple[list[int], list[int]]]
 def main() -> None:
     """Measure, and print one table."""
     parser = arguments(__doc__, "training")
-    parser.add_argument("--tokens", type=int, default=4096, help="target positions in a batch")
+    parser.add_argument("--tokens", type=int, default=4096, help="positions of a side in a batch")
     parser.add_argument(
-        "--row-lengths", type=int, nargs=2, default=[64, 68], help="positions of a packed row"
+        "--row-lengths",
+        type=int,
+        nargs=2,
+        default=[64, 68],
+        metavar=("SOURCE", "TARGET"),
+        help="positions of a packed row",
     )
     parser.add_argument(
         "--tokenizer-size",
@@ -68,8 +73,9 @@ def main() -> None:
     alternate(contenders, args.rounds)
     rate = matrix_product_rate(dtype=dtype, size=2048 if args.device == "cpu" else 8192)
     packages = ["jax", "torch"] if len(contenders) > 1 else ["jax"]
+    pieces = f" (the text has {args.tokenizer_size:,} pieces)" if args.tokenizer_size else ""
     title = (
-        f"Training on {args.corpus}, size {args.size}, vocabulary {args.vocab_size:,}, "
+        f"Training on {args.corpus}, size {args.size}, vocabulary {args.vocab_size:,}{pieces}, "
         f"{args.tokens:,} target positions a batch, dropout {args.dropout}, {dtype}, "
         f"{args.attention} attention; matrix "
         f"products {rate / 1e9:,.0f} GFLOP/s; {machine(*packages)}"
@@ -128,6 +134,8 @@ def best_peers(pairs: Pairs, settings: dict[str, Any], dtype: str) -> list[Conte
 
 def prepare(args: argparse.Namespace, folder: Path) -> Pairs:
     """Return the training split as token ids, without pairs that do not fit a row of 64."""
+    if (args.tokenizer_size or 0) > args.vocab_size:
+        raise SystemExit("--tokenizer-size must be at most --vocab-size.")
     tokenizer = make_tokenizer(args, folder, args.tokenizer_size)
     pairs = read_split(args, "train")[:30_000]
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]

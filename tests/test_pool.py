@@ -1,5 +1,6 @@
 """Continuous batching: each sentence is searched as if it were alone, and few lanes stay empty."""
 
+import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
@@ -166,9 +167,16 @@ def schedule(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "cores, devices", [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+    "cores, devices, kind",
+    [
+        (1, 1, "cpu"),
+        (1, 2, "cpu"),
+        (1, 2, "accelerator"),
+        pytest.param(1, 1, "accelerator", marks=pytest.mark.slow),
+        pytest.param(2, 1, "cpu", marks=pytest.mark.slow),
+    ],
 )
-def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices, schedule):
+def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices, kind, schedule):
     """The pool gets wider twice, and some translations outgrow it and go on in the next."""
     shapes, paused, _ = schedule
     lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
@@ -179,6 +187,7 @@ def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices
         sources,
         cores=cores,
         devices=devices,
+        kind=kind,
         max_extra_tokens=20,
         early_stopping=True,
         **settings,
@@ -188,51 +197,67 @@ def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices
     assert runner.usage.needed <= runner.usage.computed
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(monkeypatch, schedule, devices):
-    """To the same pools as numpy would build. Newcomers join together, and nobody pauses."""
-    shapes, paused, _ = schedule
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """Newcomers join three at once. Yields a list of how many groups moved to each pool."""
     moved = []
 
-    def arrange(groups, arrays, runner):
+    def arrangement(groups, arrays, runner):
         assert all(isinstance(each, moves.OnDevice) for group in groups for each in group)
-        in_numpy = moves._arrange_in_numpy(groups, arrays, runner.devices)
-        with monkeypatch.context() as patch:
-            patch.setattr(moves, "_arrange_in_numpy", None)
-            found = moves.arrange(groups, arrays, runner)
-        jax.tree.map(np.testing.assert_array_equal, found, in_numpy)
+        in_numpy = moves._in_numpy(groups, arrays, runner.devices)
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr(moves, "_in_numpy", None)
+            make = moves.arrangement(groups, arrays, runner)
+        jax.tree.map(np.testing.assert_array_equal, make(), in_numpy)
         moved.append(sum(map(len, groups)))
-        return found
+        return make
 
-    monkeypatch.setattr(scheduling, "arrange", arrange)
-    monkeypatch.setattr(pool, "JOINING", 3)
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    with pytest.MonkeyPatch.context() as patch, compiling_for([device]):
+        patch.setattr(scheduling, "arrangement", arrangement)
+        patch.setattr(pool, "_join", None)
+        patch.setattr(pool, "JOINING", 3)
+        yield moved
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(schedule, devices):
+    """To the same pools as numpy would build. Newcomers join together, and nobody pauses."""
+    shapes, paused, _ = schedule
     lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
     table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
-    with compiling_for([SimpleNamespace(platform="gpu", compute_capability="9.0")]):
-        found, _ = find(
-            table,
-            sources,
-            devices=devices,
-            kind="accelerator",
-            max_extra_tokens=20,
-            early_stopping=True,
-            **settings,
-        )
+    options = {"max_extra_tokens": 20, "early_stopping": True, **settings}
+    with as_on_a_gpu() as moved:
+        found, _ = find(table, sources, devices=devices, kind="accelerator", **options)
     assert len({shape.width for shape in shapes}) >= 3 and not paused
     assert moved[0] == 0 and sum(moved) > 0
     expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling(top_k=4)])
+def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling):
+    """Many end as they join: half of the limits are two tokens."""
+    sources = make_sources([*[1] * 30, *range(3, 15), *[30] * 9])
+    options = {"beam_size": 1, "sampling": sampling, "max_extra_tokens": 1, "seed": 5}
+    on_cpu, _ = find(make_table(eos=0.7), sources, **options)
+    with as_on_a_gpu() as moved:
+        on_gpu, _ = find(make_table(eos=0.7), sources, kind="accelerator", **options)
+    assert sum(moved) > 0
+    for line in sources:
+        np.testing.assert_array_equal(on_gpu[line].ids, on_cpu[line].ids)
+
+
 @pytest.mark.parametrize(
-    "platform, steps, capacity", [("gpu", 74, 304), ("gpu", 1000, 64), ("tpu", 74, 64)]
+    "platform, slots, steps, capacity",
+    [("gpu", 256, 256, 1024), ("gpu", 256, 257, 64), ("gpu", 8, 74, 304), ("tpu", 8, 74, 64)],
 )
 def test_caches_of_a_gpu_have_room_for_all_tokens_unless_these_are_very_many(
-    platform, steps, capacity
+    platform, slots, steps, capacity
 ):
-    """31 tokens are usual with sources of 24: 4 hypotheses share all but 3 / 4 of them."""
+    """31 tokens are usual with sources of 24; each further hypothesis has a quarter of its own."""
     with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
-        shape = batching.pool_shape(8, 24, steps, batching.Rules(beam_size=4))
+        shape = batching.pool_shape(slots, 24, steps, batching.Rules(beam_size=4))
     assert shape.capacity == capacity
 
 

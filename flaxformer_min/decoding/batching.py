@@ -47,8 +47,8 @@ from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
-ROOMY = 8
-"""How many times the usual capacity of a cache a GPU has at most."""
+MOST_ENTRIES = 1 << 18
+"""Entries of all caches of a pool with which these still have room for all tokens, on a GPU."""
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
@@ -276,8 +276,9 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     """Return the shape of a pool of so many sentences.
 
     Attention reads the whole capacity. Few translations need much more than their source, and
-    hypotheses share most of their tokens. Unless it were `ROOMY` times as much, a GPU reads the
-    most that they may need faster than those that outgrow their cache would move to a larger pool.
+    hypotheses share most of their tokens. On a GPU it takes less time to read caches with room for
+    all tokens than to move the sentences that outgrow smaller ones; they have it if it fits in
+    `MOST_ENTRIES`.
     """
     beam = rules.beam_size
     most = steps * beam
@@ -288,7 +289,7 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
         # An exact search goes on for long after the best translation has ended.
         tokens = width + width // 2 + 4
     capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
-    if target_platform() == "cuda" and most <= ROOMY * capacity:
+    if target_platform() == "cuda" and slots * most <= MOST_ENTRIES:
         capacity = most
     return PoolShape(slots, width, in_blocks(min(capacity, most), beam), steps, prefix)
 

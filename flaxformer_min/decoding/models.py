@@ -51,10 +51,10 @@ def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     """Return a model and its parameters as this device decodes them fastest.
 
     A model of this package that computes in bfloat16 stores the weights of products in it, so that
-    no step converts them. A tied table stays float32 for embeddings, and the output projection gets
-    a copy. On a CPU it gets one in any case, transposed: for few hypotheses, transposing the table
-    at each step takes longer than the product. A CPU may have units for products of bfloat16, but
-    none for anything else. So there the model computes in bfloat16 in products with weights alone.
+    no step converts them. A tied table stays float32 for embeddings; the output projection gets a
+    transposed copy. On a CPU a float32 model has this copy, too: for few hypotheses, transposing
+    the table at each step takes longer than the product. A CPU may have units for products of
+    bfloat16, but none for anything else. So there only products with weights are in bfloat16.
     """
     if type(model) is not Transformer:
         return model, params

@@ -2,11 +2,11 @@
 
 On a CPU they are numpy arrays: a program for each pair of shapes would take longer to compile than
 all moves take. An accelerator has such programs, because its pools are gigabytes, which the host
-would read and write back.
+would read and write back. Only sentences that paused wait in numpy arrays there, too.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,10 @@ def rows(pool: Pool, device: int, slots: Sequence[int]) -> Iterator[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-    """The `rows` of a pool that stay on its device unless they are asked for."""
+    """The `rows` of a pool that stay on its device unless they are asked for.
+
+    All of the pool is kept until they have moved.
+    """
 
     pool: Pool
     device: int
@@ -49,21 +52,27 @@ Rows = Iterable[np.ndarray]
 """Sentences that move: `rows`, `OnDevice`, or such arrays that were kept elsewhere."""
 
 
-def arrange(groups: Sequence[Sequence[Rows]], arrays: Pool, runner: Any) -> Pool:
-    """Return a pool on the runner's devices, of the sentences that each is given.
+def leaving(pool: Pool, device: int, slots: Sequence[int], runner: Any) -> Rows:
+    """Return the sentences in some slots of a device as they move on this runner's devices."""
+    return (rows if runner.kind == "cpu" else OnDevice)(pool, device, slots)
 
-    Each axis is cut, or continued with zeros.
+
+def arrangement(groups: Sequence[Sequence[Rows]], arrays: Pool, runner: Any) -> Callable[[], Pool]:
+    """Return what makes a pool on the runner's devices, of the sentences that each is given.
+
+    Each axis is cut, or continued with zeros. A program is compiled here, if one is needed. If any
+    sentence is in numpy arrays, all go by way of them.
     """
     given = [each for group in groups for each in group]
     if runner.kind == "cpu" or not all(isinstance(each, OnDevice) for each in given):
-        return _arrange_in_numpy(groups, arrays, runner.devices)
+        return partial(_in_numpy, groups, arrays, runner.devices)
     slots = np.full(arrays.paused.shape, -1, np.int32)
     for each in given:  # at most one for each device
         slots[each.device, : len(each.slots)] = each.slots
     old = jax.tree.leaves(given[0].pool) if given else []
     shapes = tuple(leaf.shape for leaf in [*old, *jax.tree.leaves(arrays)])
     program = runner.compiled(("move", shapes), partial(_moved, arrays=arrays), old, slots)
-    return program(runner.params, old, slots)
+    return partial(program, runner.params, old, slots)
 
 
 def _moved(params: Any, old: list[Array], slots: Int[Array, " slots"], *, arrays: Pool) -> Pool:
@@ -88,10 +97,8 @@ def _moved(params: Any, old: list[Array], slots: Int[Array, " slots"], *, arrays
     return jax.tree.unflatten(structure, moved)
 
 
-def _arrange_in_numpy(
-    groups: Sequence[Sequence[Rows]], arrays: Pool, devices: list[jax.Device]
-) -> Pool:
-    """Return the pool of `arrange`, one array after the other.
+def _in_numpy(groups: Sequence[Sequence[Rows]], arrays: Pool, devices: list[jax.Device]) -> Pool:
+    """Return the pool of an arrangement, one array after the other.
 
     numpy's copies of all of them would take as much memory as both pools.
     """

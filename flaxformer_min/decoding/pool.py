@@ -21,7 +21,7 @@ from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
 JOINING = 32
-"""Newcomers that join at once on an NVIDIA GPU, where each turn of a loop takes tens of kernels."""
+"""Most newcomers that join at once on an NVIDIA GPU, where a turn of a loop is tens of kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PoolShape:
 
 
 class Newcomers(NamedTuple):
-    """Sentences that are begun together and join the pool one by one.
+    """Sentences that are begun together and join the pool as its slots become idle.
 
     count: how many there are; the rows behind are padding.
     seed:  data of the random key of the whole search; each line has a key of its own.
@@ -306,9 +306,9 @@ def _join_together(now: _Call, begun: Pool, count: Int[Array, ""], shape: PoolSh
     numbers = now.report.joined + jnp.arange(min(JOINING, shape.slots), dtype=jnp.int32)
     slots = jnp.argsort(alive, stable=True)[: numbers.size].astype(jnp.int32)  # idle ones first
     joins = ~alive[slots] & (numbers < count)
-    # Beyond the last slot nothing is written; read there, it is the last itself, whose outcome so
-    # far may be recorded once more.
-    slots = jnp.where(joins, slots, shape.slots)
+    # Beyond the last slot nothing is written; what is read there is the last itself, whose outcome
+    # so far may be recorded once more.
+    slots = jnp.where(joins, slots, shape.slots + jnp.arange(numbers.size, dtype=jnp.int32))
     report = _record(now, slots)
     holds = report.holds.at[slots].set(shape.slots + numbers, mode="drop")
     rows = _with_room(jax.tree.map(lambda leaf: leaf[numbers], begun), shape)

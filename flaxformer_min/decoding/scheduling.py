@@ -4,14 +4,14 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.moves import OnDevice, Rows, arrange, rows
+from flaxformer_min.decoding.moves import Rows, arrangement, leaving, rows
 from flaxformer_min.decoding.pool import (
     Newcomers,
     Pool,
@@ -174,7 +174,7 @@ class Lanes:
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
         # What the next `run` makes its pool of; until then `pool` has shapes and types alone.
-        self.moving: list[list[Rows]] | None = None
+        self.moving: Callable[[], Pool] | None = None
         self.lines: list[list[int | None]] = []
 
     def admit(self) -> bool:
@@ -317,17 +317,17 @@ class Lanes:
         """Let `run` make a pool of this shape, of the sentences alive and of those resumed."""
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
         groups: list[list[Rows]] = [[] for _ in lines]
-        leave = rows if self.job.runner.kind == "cpu" else OnDevice
         for device, slots in enumerate(self.lines):
             if kept := [slot for slot, line in enumerate(slots) if line is not None]:
                 lines[device] += [slots[slot] for slot in kept]
-                groups[device].append(leave(self.pool, device, kept))
+                groups[device].append(leaving(self.pool, device, kept, self.job.runner))
         for line in resumed:
             device = min(range(len(lines)), key=lambda device: len(lines[device]))
             if len(lines[device]) < shape.slots:
                 lines[device].append(line)
                 groups[device].append(self.paused.pop(line).rows)
-        self.pool, self.moving = self.job.pool_arrays(shape), groups
+        self.pool = self.job.pool_arrays(shape)
+        self.moving = arrangement(groups, self.pool, self.job.runner)
         self.lines = [each + [None] * (shape.slots - len(each)) for each in lines]
         self.shape = shape
 
@@ -335,7 +335,7 @@ class Lanes:
         """Search until the newcomers have joined and some sentences, or most or all, are done."""
         runner = self.job.runner
         if self.moving is not None:  # not before, because other cores run beside this
-            self.pool, self.moving = arrange(self.moving, self.pool, runner), None
+            self.pool, self.moving = self.moving(), None
         self.pool, report = self.program(runner.params, self.pool, *self.arguments)
         return jax.device_get(report)
 

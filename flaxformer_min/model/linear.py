@@ -34,8 +34,8 @@ def _as_float32(
 ) -> Float[Array, "tokens d_out"]:
     """Return x · kernel in float32, with a gradient that is rounded to the type of both.
 
-    An NVIDIA GPU would otherwise convert them to multiply them with a gradient in float32, which
-    takes three times as long.
+    Otherwise the gradient would be float32, and XLA would convert the other operand to multiply
+    both as TF32, which takes an NVIDIA GPU three times as long.
     """
     return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
