@@ -77,7 +77,7 @@ def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_log
     )
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
 def test_on_accelerators_a_bfloat16_model_stores_the_weights_that_it_multiplies(
     platform, embeddings

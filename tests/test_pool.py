@@ -220,7 +220,7 @@ def as_on_a_gpu():
         yield moved
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(schedule, devices):
     """To the same pools as numpy would build. Newcomers join together, and nobody pauses."""
     shapes, paused, _ = schedule
@@ -235,7 +235,9 @@ def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(schedule, devices)
     expect_as_alone(found, table, sources, extra=20, enough=3, **settings)
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(top_k=4)])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(None, marks=pytest.mark.slow), Sampling(top_k=4)]
+)
 def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling):
     """Many end as they join: half of the limits are two tokens."""
     sources = make_sources([*[1] * 30, *range(3, 15), *[30] * 9])
