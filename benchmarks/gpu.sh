@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that one GPU can tell in ten minutes: bash benchmarks/gpu.sh [OUT]
+# Measure all that fits in ten minutes on one GPU: bash benchmarks/gpu.sh [OUT]
 #
 # OUT (default: gpu-results) gets a JSON file for each measurement, a profile, and report.md with
 # all tables. Nothing is downloaded. Where packages are missing, `benchmarks/gpu_wheels.sh` prepares

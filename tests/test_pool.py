@@ -254,7 +254,7 @@ def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling):
     "platform, slots, steps, capacity",
     [("gpu", 256, 256, 1024), ("gpu", 256, 257, 64), ("gpu", 8, 74, 304), ("tpu", 8, 74, 64)],
 )
-def test_caches_of_a_gpu_have_room_for_all_tokens_unless_these_are_very_many(
+def test_caches_of_a_gpu_hold_all_tokens_unless_there_are_very_many(
     platform, slots, steps, capacity
 ):
     """31 tokens are usual with sources of 24; each further hypothesis has a quarter of its own."""

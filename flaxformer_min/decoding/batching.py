@@ -48,7 +48,7 @@ from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
 MOST_ENTRIES = 1 << 18
-"""Entries of all caches of a pool with which these still have room for all tokens, on a GPU."""
+"""Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
@@ -276,9 +276,9 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     """Return the shape of a pool of so many sentences.
 
     Attention reads the whole capacity. Few translations need much more than their source, and
-    hypotheses share most of their tokens. On a GPU it takes less time to read caches with room for
-    all tokens than to move the sentences that outgrow smaller ones; they have it if it fits in
-    `MOST_ENTRIES`.
+    hypotheses share most of their tokens. A GPU reads a cache that holds all tokens in less time
+    than it takes to move the sentences that outgrow a smaller one, so up to `MOST_ENTRIES` it has
+    that capacity.
     """
     beam = rules.beam_size
     most = steps * beam
