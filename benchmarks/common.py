@@ -218,7 +218,7 @@ def read_split(args: argparse.Namespace, split: str) -> Sequence[tuple[str, str]
 
 
 def make_tokenizer(args: argparse.Namespace, folder: Path, pieces: int | None = None) -> Any:
-    """Return a tokenizer of so many pieces, or of `--vocab-size`, trained on the first pairs."""
+    """Return a tokenizer of `pieces` or `--vocab-size` pieces, trained on the first pairs."""
     from flaxformer_min.data.tokenizer import train_tokenizer
 
     texts = (text for pair in read_split(args, "train")[:30_000] for text in pair)

@@ -305,8 +305,8 @@ def bound_seconds(
     flops = flops_of_source(sizes, read)
     flops += beam * flops_of_target(sizes, vocab_size, length, read)
     on_cpu = args.device == "cpu"
-    # Bytes of a weight, and of what is cached.
-    width, cache_width = ((4, 4), (2, 4 if on_cpu else 2))[args.dtype == "bfloat16"]
+    weight_bytes = 2 if args.dtype == "bfloat16" else 4
+    cache_bytes = 4 if on_cpu else weight_bytes
     # 6 d² a layer: query, key, value and output of self-attention, two of cross-attention
     weights = layers * (6 * d**2 + 2 * d * sizes["d_ff"]) + vocab_size * d
     moved = 0
@@ -315,7 +315,7 @@ def bound_seconds(
         for step in range(1, length[batch].max() + 1):
             alive = read[batch][length[batch] >= step]
             cached = 2 * d * layers * (beam * step * len(alive) + alive.sum())
-            moved += int(width * weights + cache_width * cached)
+            moved += int(weight_bytes * weights + cache_bytes * cached)
             moved += 8 * len(alive) * beam * vocab_size
     rate = matrix_product_rate(2048 if on_cpu else 8192, dtype="float32" if on_cpu else args.dtype)
     return max(flops / rate, moved / copy_rate())

@@ -25,11 +25,11 @@ if [ "$device" = cpu ]; then export JAX_PLATFORMS=cpu; fi
 if [ -n "$wheels" ]; then
     "$python" -m pip install --quiet --no-index --no-deps "$wheels"/*.whl || exit 2
 fi
-rm -rf "$out/run" "$out"/*.json "$out"/*.log
 : > "$out/report.md"
 
 part() { # NAME SECONDS COMMAND ...
     printf '\n## %s\n' "$1" | tee -a "$out/report.md"
+    rm -f "$out/$1.json"
     local left=$((limit - SECONDS))
     if [ $left -lt 30 ]; then
         echo "left out: $limit seconds are nearly over" | tee -a "$out/report.md"
@@ -69,7 +69,8 @@ done
 part training-explicit 120 "${training[@]}" --size "$first" --attention explicit --no-peers \
     --json "$out/training-explicit.json"
 part decoding-float32 120 "${decoding[@]}" --dtype float32 --no-peers --json "$out/decoding-float32.json"
-part profile 100 "$python" train.py --workdir "$out/run" --training.steps 30 --profile 5 \
+rm -rf "$out/profiled-run"
+part profile 100 "$python" train.py --workdir "$out/profiled-run" --training.steps 30 --profile 5 \
     --training.validate-every 30 --training.save-every 30 --data.cache-dir "$out/data"
 echo "Tables: $out/report.md"
 exit $failed
