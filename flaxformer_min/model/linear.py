@@ -21,7 +21,7 @@ def project(
     Over several axes XLA transposes the operands first, which makes a CPU step a fifth slower.
     """
     flat = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
-    if target_platform() == "cuda" and dtype == jnp.float32:
+    if target_platform() == "cuda" and kernel.dtype != dtype:
         flat = _as_float32(flat, kernel)
     else:
         flat = jnp.matmul(flat, kernel, preferred_element_type=dtype)
