@@ -48,15 +48,15 @@ part() { # NAME SECONDS COMMAND ...
 peers=--no-peers
 if [ "$device" = gpu ] && "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2> /dev/null
 then peers=''; fi
+first=${sizes%% *}
 text=(--device "$device" --corpus "$corpus" --languages "${LANGUAGES:-}" --rounds "$rounds")
 training=("$python" benchmarks/training.py "${text[@]}" --tokens "$tokens" --steps "$steps"
     --dropout 0.1 --patience 2 --row-lengths 128 128
     --vocab-size "${VOCABULARY:-37000}" --tokenizer-size "${PIECES:-8000}")
 decoding=("$python" benchmarks/decoding.py "${text[@]}" --sentences "$sentences"
-    --batch-size "${BATCH:-256}" --size "${sizes%% *}" --vocab-size "${PIECES:-8000}")
+    --batch-size "${BATCH:-256}" --size "$first" --vocab-size "${PIECES:-8000}")
 
 { nvidia-smi -L; git rev-parse HEAD; } 2> /dev/null | tee -a "$out/report.md"
-first=${sizes%% *}
 part "training-$first" 240 "${training[@]}" --size "$first" --attention fused $peers \
     --json "$out/training-$first.json"
 part decoding 200 "${decoding[@]}" --dtype bfloat16 --beam-sizes 4 $peers --json "$out/decoding.json"

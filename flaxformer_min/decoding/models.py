@@ -67,9 +67,9 @@ def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     def cast(x: Any) -> Array:
         return jax.device_put(np.asarray(x).astype(dtype, order="C", copy=False))
 
-    if on_cpu and dtype == jnp.bfloat16:
-        model = model.clone(config=dataclasses.replace(config, dtype="float32"))
     if dtype == jnp.bfloat16:
+        if on_cpu:
+            model = model.clone(config=dataclasses.replace(config, dtype="float32"))
         params = jax.tree_util.tree_map_with_path(
             lambda path, x: cast(x) if path[-1].key == "kernel" else x, params
         )
