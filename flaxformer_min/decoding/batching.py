@@ -7,6 +7,7 @@ has one of its own.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -23,6 +24,7 @@ from flaxformer_min.decoding.pool import (
     Newcomers,
     Pool,
     PoolShape,
+    Report,
     Rules,
     begin,
     empty_pool,
@@ -36,7 +38,6 @@ from flaxformer_min.decoding.scheduling import (
     Job,
     Lanes,
     Options,
-    Usage,
     bucket,
     in_blocks,
     padded,
@@ -52,6 +53,30 @@ MOST_ENTRIES = 1 << 18
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
+
+
+@dataclasses.dataclass
+class Usage:
+    """What searches have computed: one lane is one hypothesis of one sentence.
+
+    steps:    of pools.
+    computed: lanes in all steps.
+    needed:   lanes with a hypothesis that was alive.
+    """
+
+    steps: int = 0
+    computed: int = 0
+    needed: int = 0
+
+    def add_steps(self, report: Report) -> None:
+        """Count the steps that the pool took on each device."""
+        self.steps += int(report.steps.sum())
+        self.computed += int(report.computed.sum())
+
+    @property
+    def share(self) -> float:
+        """Return the share of the lanes that were needed."""
+        return self.needed / max(self.computed, 1)
 
 
 class BatchRunner:
@@ -125,7 +150,7 @@ class BatchRunner:
         options: Options,
         stop: StopCheck = None,
     ) -> Iterator[tuple[list[int], Hypotheses]]:
-        """Search for translations, shortest sources first.
+        """Search for translations, in the order of `Job.order`.
 
         `sources` and `prefixes` are token ids by line number, which seeds the samples of a line.
         Yields line numbers and their hypotheses as they are done. Raises Stopped once `stop()`.
@@ -133,7 +158,7 @@ class BatchRunner:
         longest = max(map(len, prefixes.values()), default=0)
         prefix = bucket(longest, (0, *self.lengths, LONGEST_PREFIX))
         job = Job(self, sources, prefixes, options, prefix)
-        lines = sorted(sources, key=lambda line: (job.length(line), line))
+        lines = sorted(sources, key=job.order)
         # Dealt out beforehand: shapes must not depend on which core is faster.
         pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)

@@ -65,30 +65,6 @@ class Options(Rules):
                 raise ValueError(f"{name} must be at least {minimum}; got {value}.")
 
 
-@dataclasses.dataclass
-class Usage:
-    """What searches have computed: one lane is one hypothesis of one sentence.
-
-    steps:    of pools.
-    computed: lanes in all steps.
-    needed:   lanes with a hypothesis that was alive.
-    """
-
-    steps: int = 0
-    computed: int = 0
-    needed: int = 0
-
-    def add_steps(self, report: Report) -> None:
-        """Count the steps that the pool took on each device."""
-        self.steps += int(report.steps.sum())
-        self.computed += int(report.computed.sum())
-
-    @property
-    def share(self) -> float:
-        """Return the share of the lanes that were needed."""
-        return self.needed / max(self.computed, 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a call of `BatchRunner.search` is asked for.
@@ -113,6 +89,18 @@ class Job:
     def length(self, line: int) -> int:
         """Return the tokens of a source."""
         return len(self.sources[line])
+
+    def width(self, line: int) -> int:
+        """Return the tokens that a source is padded to, unless it joins longer ones."""
+        return bucket(self.length(line), self.runner.lengths)
+
+    def order(self, line: int) -> tuple[int, int, int]:
+        """Return the key by which lines are sorted.
+
+        Those of the smallest width come first, because programs are compiled for widths. Of one
+        width the longest come first: the last, whom nobody follows, are done soon.
+        """
+        return self.width(line), -self.length(line), line
 
     def limit(self, line: int) -> int:
         """Return the most tokens of a translation, prefix and EOS included."""
@@ -163,12 +151,12 @@ class Paused(NamedTuple):
 class Lanes:
     """The sentences that one core, or all accelerators, search together.
 
-    Short ones come first. A sentence that outgrows its cache pauses until the others move to a
+    A sentence that outgrows its cache pauses until the others move to a
     larger pool, so that it need not go on alone after them.
     """
 
     def __init__(self, job: Job, lines: Sequence[int]):
-        """Take these lines, shortest sources first."""
+        """Take these lines, in the order of the job."""
         self.job = job
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
@@ -200,11 +188,11 @@ class Lanes:
         """Return the next line that may join those alive; none if all are too long for them."""
         waiting, paused, widest = self.waiting[-1:], [*self.paused], self._widest(alive)
         lines = paused + waiting if self._is_crowded() else waiting + paused
-        return [line for line in lines if self._width(line) <= widest][:1]
+        return [line for line in lines if self.job.width(line) <= widest][:1]
 
     def _widest(self, alive: list[int]) -> int:
         """Return the largest width in which those alive may go on."""
-        return WIDEST * min(map(self._width, alive), default=LENGTHS[-1])
+        return WIDEST * min(map(self.job.width, alive), default=LENGTHS[-1])
 
     def _is_crowded(self) -> bool:
         """Return whether so many sentences pause that no others may begin: they take memory."""
@@ -217,10 +205,7 @@ class Lanes:
         return self._suits(self.shape.width, self.waiting[-1])
 
     def _suits(self, width: int, line: int) -> bool:
-        return self._width(line) <= width <= WIDEST * self._width(line)
-
-    def _width(self, line: int) -> int:
-        return bucket(self.job.length(line), self.job.runner.lengths)
+        return self.job.width(line) <= width <= WIDEST * self.job.width(line)
 
     def _room(self, line: int) -> int:
         """Return the capacity with which a line can go on."""
@@ -289,18 +274,18 @@ class Lanes:
         """Return the shape of a pool for those alive, who comes next, and those that come later."""
         runner, job, devices = self.job.runner, self.job, len(self.job.runner.devices)
         fullest = self._fullest()
-        width = max(map(self._width, [*alive, *following]))
+        width = max(map(self.job.width, [*alive, *following]))
         if fullest:
             width = max(width, self.shape.width)
         # A pool of its own would be compiled for little if only few lines had this width.
         quarter = runner.most_sentences() // 4
-        widths = [self._width(line) for line in self.waiting[::-1][: quarter * devices]]
+        widths = [self.job.width(line) for line in self.waiting[::-1][: quarter * devices]]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
-        fitting = [line for line in (*self.waiting, *self.paused) if self._width(line) <= width]
+        fitting = [line for line in (*self.waiting, *self.paused) if self.job.width(line) <= width]
         least = max(fullest, quarter) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
-        near = [line for line in self.waiting if self._width(line) <= WIDEST * width]
+        near = [line for line in self.waiting if self.job.width(line) <= WIDEST * width]
         if len(near) <= quarter * devices:  # the last ones
             room = max([room, *map(self._room, fitting)])
         elif self._is_crowded():
@@ -356,7 +341,7 @@ class Lanes:
                     batch.append(line)
             self.lines[device] = [lines[row] for row in report.holds[device].tolist()]
             self._pause(device, np.flatnonzero(report.paused[device]).tolist())
-        self.waiting += sorted(not_joined, key=lambda line: (-self.job.length(line), -line))
+        self.waiting += sorted(not_joined, key=self.job.order, reverse=True)
         index = tuple(np.array(done, int).reshape(-1, 2).T)
         return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
 
