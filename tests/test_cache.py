@@ -21,7 +21,7 @@ def empty(entries):
 @jax.jit
 def read(cache, tokens):
     """Store the newest token of each hypothesis, as a decoding step does."""
-    visible, entries = cache.claim(BEAM)
+    visible, entries = cache.claim()
     new = tokens[:, None, :, None].astype(jnp.float32)
     kv = cache.self_attention_kv[0].store(KeyValue.of(new, new), entries)
     return Cache((kv,), visible, cache.positions + 1)
@@ -63,14 +63,6 @@ def test_a_hypothesis_sees_its_own_tokens_while_entries_are_used_again(entries):
 def test_free_entries_are_those_that_no_hypothesis_sees():
     visible = jnp.array([[1, 0, 0, 1, 0], [1, 1, 0, 0, 0]], bool)
     assert_array_equal(free_entries(visible, 2), [2, 4])
-
-
-def test_a_first_hypothesis_claims_one_entry_and_the_others_see_what_they_saw():
-    """A beam search begins with one hypothesis for each sentence."""
-    visible, entries = empty(4).claim(1)
-    assert visible.shape == (BATCH, 1, 4)
-    assert_array_equal(entries, np.zeros((BATCH, 1)))
-    assert_array_equal(visible[:, 0], [[True, False, False, False]] * BATCH)
 
 
 def test_a_larger_cache_keeps_what_is_seen():

@@ -77,7 +77,7 @@ class Table:
 
     def decode_step(self, table, tokens, cross, history):
         batch = jnp.arange(len(tokens))
-        read = history.read.at[batch, : tokens.shape[1], history.positions].set(tokens, mode="drop")
+        read = history.read.at[batch, :, history.positions].set(tokens, mode="drop")
         states = jnp.broadcast_to(history.seeds[:, None], read.shape[:2])
 
         def read_one(column, states):
@@ -307,7 +307,7 @@ def test_the_encoder_is_traced_once_for_each_program(monkeypatch, devices):
 
 
 def test_lanes_are_counted_as_by_hand(monkeypatch):
-    """Without EOS, a beam of 4 takes one lane at first, then four up to the limit."""
+    """Without EOS, a beam of 4 needs one lane at first, then four up to the limit."""
     sources = make_sources([5, 9, 7, 16, 12])
     _, runner = find(
         make_table(eos=-30.0), sources, batch_size=32, max_extra_tokens=3, length_penalty=0.0
@@ -315,9 +315,9 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
     limits = [len(source) + 3 for source in sources.values()]
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
-    assert usage.steps == max(limits) - 1
-    # Two are left after eleven steps, and go on in so many slots.
-    assert usage.computed == 8 + 11 * 8 * 4 + 7 * 2 * 4
+    assert usage.steps == max(limits)
+    # Two are left after twelve steps, and go on in so many slots.
+    assert usage.computed == 12 * 8 * 4 + 7 * 2 * 4
 
 
 def test_a_pool_stays_full():

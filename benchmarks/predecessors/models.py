@@ -155,7 +155,7 @@ class FixedVectorRNN(nn.Module):
         ones = jnp.ones_like(tokens)
         x, states = self.embedding(Tokens(tokens, 0 * tokens, ones)), []
         for number, layer in enumerate(self.decoder):
-            x = layer.step(x, cache.states[:, : tokens.shape[1], number])
+            x = layer.step(x, cache.states[:, :, number])
             states.append(x)
         logits = self.logits(self._output(x, ones, cross))
         return logits, RecurrentCache(jnp.stack(states, axis=2))

@@ -134,10 +134,8 @@ def run(
     """
     pool = _leave(pool)
     search = search_of(models, params, rules)
-    begun, count = _begin_by_parts(begin, params, newcomers, shape)
-    # Where hypotheses compete, a first step of one hypothesis is taken already.
-    begun = Pool(begun, jnp.zeros(shape.slots, bool), begun.progress.length)
-    computed = count if rules.competing else jnp.int32(0)
+    none = jnp.zeros(shape.slots, jnp.int32)
+    begun = Pool(_begin_by_parts(begin, params, newcomers, shape), none.astype(bool), none)
 
     def step(now: _Call) -> _Call:
         joining = jnp.minimum(_count_idle(now.pool), newcomers.count - now.report.joined)
@@ -154,7 +152,7 @@ def run(
         can_join = (now.report.joined < newcomers.count) & (active + idle > 0)
         return can_join | (active > shape.slots - least_idle)
 
-    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, computed)))
+    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool)))
     return _ended(now)
 
 
@@ -176,7 +174,7 @@ def finish(
     now = jax.lax.while_loop(
         lambda now: _count_active(now.pool) > 0,
         lambda now: _step(search, now, shape),
-        _Call(few, _empty_report(few, jnp.int32(0))),
+        _Call(few, _empty_report(few)),
     )
     return _ended(now)
 
@@ -204,14 +202,11 @@ def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
 
 def _begin_by_parts(
     begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
-) -> tuple[State, Int[Array, ""]]:
-    """Return the state of all newcomers, and of how many rows it was computed.
-
-    Often there are fewer of them than slots, and at the end of the input none.
-    """
+) -> State:
+    """Return the state of all newcomers: often fewer than slots, and in the end none."""
     part = shape.part
     if part == shape.slots:
-        return begin(params, newcomers), jnp.int32(part)
+        return begin(params, newcomers)
 
     def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
         first, begun = now
@@ -219,10 +214,10 @@ def _begin_by_parts(
         return first + part, _put(begun, state, first)
 
     nobody = _zeros(jax.eval_shape(begin, params, _taken(newcomers, 0, part)), shape.slots)
-    count, begun = jax.lax.while_loop(
+    _, begun = jax.lax.while_loop(
         lambda now: now[0] < newcomers.count, begin_part, (jnp.int32(0), nobody)
     )
-    return begun, count
+    return begun
 
 
 def _taken(tree: Any, first: Int[Array, ""] | int, rows: int) -> Any:
@@ -335,10 +330,10 @@ def _count_idle(pool: Pool) -> Int[Array, ""]:
     return (~pool.state.is_alive()).sum(dtype=jnp.int32)
 
 
-def _empty_report(pool: Pool, computed: Int[Array, ""]) -> Report:
+def _empty_report(pool: Pool) -> Report:
     slots, zero = pool.paused.size, jnp.int32(0)
     nothing = _zeros(_outcome(pool), 2 * slots)
-    return Report(zero, computed, zero, jnp.arange(slots, dtype=jnp.int32), pool.paused, nothing)
+    return Report(zero, zero, zero, jnp.arange(slots, dtype=jnp.int32), pool.paused, nothing)
 
 
 def _outcome(pool: Pool) -> Outcome:

@@ -36,8 +36,7 @@ DecodeStep = Callable[
     [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]
 ]
 """Read one token of each hypothesis; return float32 logits (or log-probabilities) of the next one
-and the updated cache. A beam search starts with one hypothesis for each sentence, so the first call
-has one token each and extra logits are ignored."""
+and the updated cache."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
@@ -243,16 +242,11 @@ class Search:
         _check_begin(steps, rules.sampling, key)
         limit = jnp.clip(max_length - prefix.length, 1, steps)
         rows = Row(prefix.length, limit, None if key is None else jax.random.key_data(key))
-        # Where hypotheses compete, there is one to begin with: others would be its copies.
-        slots = 1 if rules.competing else rules.beam_size
-        state = State(rows, _begin(prefix, steps, slots, rules.n_best), cache)
-        return self.step(state) if rules.competing else state
+        return State(rows, _begin(prefix, steps, rules), cache)
 
     def step(self, state: State) -> State:
         """Choose one more token for each hypothesis."""
-        tokens = state.progress.alive.token
-        logits, cache = self.decode_step(tokens, state.cache)
-        logits = logits[:, : tokens.shape[1]]
+        logits, cache = self.decode_step(state.progress.alive.token, state.cache)
         _check_vocabulary(logits.shape[-1])
         progress, parents = self.advance(state.progress, logits, state.rows)
         # Greedily, and in sampling, a hypothesis has its slot for itself.
@@ -328,16 +322,19 @@ def _choice(beam_size: int, sampling: Sampling | None) -> Callable[..., Choice]:
     return choose_greedy if beam_size == 1 else partial(choose_beam, beam_size=beam_size)
 
 
-def _begin(prefix: Prefix, steps: int, slots: int, n_best: int) -> Progress:
+def _begin(prefix: Prefix, steps: int, rules: Rules) -> Progress:
     """Return the initial hypotheses, with nothing finished."""
-    batch = prefix.last.shape[0]
-    token = jnp.broadcast_to(prefix.last[:, None], (batch, slots))
-    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, slots))
+    batch, beam, n_best = prefix.last.shape[0], rules.beam_size, rules.n_best
+    token = jnp.broadcast_to(prefix.last[:, None], (batch, beam))
+    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, beam))
+    if rules.competing:
+        # One hypothesis is alive: the others would be its copies, and fill the beam with theirs.
+        log_prob = log_prob.at[:, 1:].set(-jnp.inf)
     none, nothing = jnp.zeros(batch, jnp.int32), jnp.full((batch, n_best), -jnp.inf, jnp.float32)
     return Progress(
         none,
         none,
-        Alive(token, log_prob, jnp.full((batch, slots, steps), PAD, jnp.int32)),
+        Alive(token, log_prob, jnp.full((batch, beam, steps), PAD, jnp.int32)),
         Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing),
     )
 

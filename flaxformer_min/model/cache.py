@@ -40,17 +40,15 @@ class Cache(NamedTuple):
     visible: Bool[Array, "batch beam entries"]
     positions: Int[Array, " batch"]
 
-    def claim(
-        self, hypotheses: int
-    ) -> tuple[Bool[Array, "batch hypotheses entries"], Int[Array, "batch hypotheses"]]:
-        """Return what the first hypotheses see with their next tokens, and the entries of these.
+    def claim(self) -> tuple[Bool[Array, "batch beam entries"], Int[Array, "batch beam"]]:
+        """Return what the hypotheses see with their next tokens, and the entries of these.
 
         The entries are free ones, and none at all where the cache is full.
         """
-        entries = batched_free_entries(self.visible, hypotheses)
-        numbers = jnp.arange(self.visible.shape[2], dtype=jnp.int32)
-        claimed = entries[:, :, None] == numbers[None, None, :]
-        return self.visible[:, :hypotheses] | claimed, entries
+        _, beam, size = self.visible.shape
+        entries = batched_free_entries(self.visible, beam)
+        claimed = entries[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        return self.visible | claimed, entries
 
     def is_full(self) -> Bool[Array, " batch"]:
         """Return whether there are fewer free entries than hypotheses."""

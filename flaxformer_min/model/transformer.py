@@ -147,10 +147,9 @@ class Transformer(nn.Module):
 
         The hypotheses of a sentence take the axis that a sentence's tokens have in training: they
         are the queries of one attention over the tokens of all of them, and the mask keeps them
-        apart. There may be fewer of them than the cache is for.
+        apart.
         """
-        hypotheses = tokens.shape[1]
-        visible, entries = cache.claim(hypotheses)
+        visible, entries = cache.claim()
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
         x, self_attention_kv = self.decoder(
             self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
@@ -160,7 +159,6 @@ class Transformer(nn.Module):
             cache.self_attention_kv,
             entries,
         )
-        visible = jnp.concatenate([visible, cache.visible[:, hypotheses:]], axis=1)
         return self.logits(x), Cache(self_attention_kv, visible, cache.positions + 1)
 
     def _decode_all(
