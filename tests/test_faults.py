@@ -131,6 +131,20 @@ def test_a_closed_terminal_requests_a_stop_once_and_for_all():
         assert stop() and stop.status == 128 + signal.SIGHUP
 
 
+@pytest.mark.parametrize("seconds, status", [(0, 0), (0.01, 0), (0.6, 143)])
+def test_a_signal_sent_twice_at_once_is_one_request(seconds, status):
+    """As `timeout train.py` sends it. Only one that comes later ends the process at once."""
+    program = (
+        "import os, signal, time; from flaxformer_min.runtime.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    time.sleep({seconds})\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert stop.status == 143\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == status
+
+
 @pytest.mark.usefixtures("hangups_arrive")
 def test_a_closed_terminal_interrupts_only_once():
     with InterruptOnSignal() as stop:

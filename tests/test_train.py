@@ -88,12 +88,12 @@ def test_rows_that_suit_the_text_badly_are_reported_with_better_lengths(config, 
     assert re.search(better, log.messages[-1])
 
 
-@pytest.mark.parametrize("lines", [None, "\n \n"])
+@pytest.mark.parametrize("lines", [None, b"\n \n", b"one\xff\n"])
 def test_a_test_split_without_text_costs_only_its_score(config, tmp_path, log, lines):
-    """Training may have taken days."""
+    """Nor does one that is not UTF-8 cost more. Training may have taken days."""
     if lines is not None:
         for language in ("en", "es"):
-            (tmp_path / "corpus" / f"test.{language}").write_text(lines)
+            (tmp_path / "corpus" / f"test.{language}").write_bytes(lines)
     result = train(with_steps(config, 1), tmp_path / "run")
     assert (result.step, result.test) == (1, None)
     assert "No test score: " in log.text

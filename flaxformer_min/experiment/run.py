@@ -300,7 +300,8 @@ class Job:
         if self.config.data.corpus == GIVEN:
             return self.prepared.pairs.get("test", ())
         try:
-            return open_split(self.config, "test")
+            pairs = open_split(self.config, "test")
+            return [pairs[number] for number in range(len(pairs))]  # each is decoded here
         except ValueError as error:
             LOGGER.info("No test score: %s", error)
             return ()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,19 +19,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What stops a program: Ctrl-C, kill, and a terminal that is closed."""
 
 
+AT_ONCE = 0.5
+"""Seconds in which a repeated signal is the same one: `timeout` sends it to a process and, a moment
+later, to its group, and a scheduler may do the same."""
+
+
 class StopRequest:
     """Records the first SIGINT, SIGTERM or SIGHUP, so that the current work can be finished.
 
     A context manager for the main thread, and a `StopCheck`. `signal_number` is None or that of the
-    signal; a program that ends because of it should exit with `status`. A second signal ends the
-    process at once, unless it is SIGHUP: a terminal that is closed may send it twice, once from the
-    system and once from the shell. Where SIGHUP is ignored, as under nohup, it stays ignored.
+    signal; a program that ends because of it should exit with `status`. A second signal, `AT_ONCE`
+    later or more, ends the process at once, unless it is SIGHUP: a terminal that is closed may send
+    it twice, once from the system and once from the shell. Where SIGHUP is ignored, as under nohup,
+    it stays ignored.
     """
 
     def __init__(self, announcement: str = ""):
         """Take a text to write to stderr at the first signal."""
         self.signal_number: int | None = None
-        self._announcement = announcement
+        self._announcement, self._since = announcement, 0.0
         self._before: dict = {}
 
     def __call__(self) -> bool:
@@ -57,10 +64,10 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None:
-            if number == signal.SIGHUP:
+            if number == signal.SIGHUP or time.monotonic() - self._since < AT_ONCE:
                 return
             os._exit(128 + number)
-        self.signal_number = number
+        self.signal_number, self._since = number, time.monotonic()
         if self._announcement:
             # To the descriptor, because the signal may interrupt a write to sys.stderr.
             with contextlib.suppress(OSError):
