@@ -700,7 +700,7 @@ def test_what_is_no_pair_of_texts_is_refused(unchecked, pairs):
 def test_a_prefix_of_an_empty_line_is_told(translator, caplog):
     options = translator.options(beam_size=1, max_extra_tokens=4)
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
-        found = translator.hypotheses(["", ""], options, ["the", ""], first_line=5)
+        found = translator.hypotheses(["", ""], options, ["the " * 9, ""], first_line=5)
     assert [each[0].text for each in found] == ["", ""]
     assert [text for text in caplog.messages if "prefix" in text] == [
         "line 5 is empty, and so is its translation; its prefix is not used."

@@ -448,3 +448,18 @@ def test_one_long_sentence_costs_no_more_than_its_own_lanes():
         for sources in (short, long, both)
     ]
     assert computed[2] == computed[0] + computed[1]
+
+
+def test_a_source_of_thousands_of_tokens_is_searched_where_positions_allow_it():
+    """Nobody is alive when it comes, and its width is more than four times any fixed one."""
+    sources = make_sources([9, 1100])
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=9.0))], 8, max_positions=5000)
+    options = Options(beam_size=1, max_extra_tokens=2)
+    found = runner.search(sources, {line: [] for line in sources}, options)
+    assert sorted(line for batch, _ in found for line in batch) == [1, 2]
+
+
+def test_a_seed_that_would_be_cut_is_refused():
+    Options(seed=2**32 - 1)
+    with pytest.raises(ValueError, match=r"seed must be less than 2\*\*32; got 4294967296"):
+        Options(seed=2**32)

@@ -728,3 +728,15 @@ def test_a_long_row_is_encoded_alike_whether_its_weights_are_returned_or_not():
     (weights,) = jax.tree.leaves(seen)
     assert weights.shape == (1, 3, 2 * BLOCK, 2 * BLOCK)
     assert_allclose(jax.jit(encode)(params, source), whole, atol=1e-5)
+
+
+def test_the_padding_of_a_prefix_costs_nothing_even_where_it_is_impossible():
+    config = ModelConfig(11, num_layers=1, d_model=8, d_ff=8, num_heads=2, output_bias=True)
+    model = Transformer(config)
+    params = model.init(jax.random.key(0), Batch(SOURCE, SOURCE))["params"]
+    params = {**params, "output_bias": jnp.zeros(11).at[0].set(-jnp.inf)}
+    apply = partial(model.apply, {"params": params})
+    cross = apply(apply(SOURCE, method="encode"), SOURCE, method="precompute_cross_attention")
+    _, log_probs = apply(cross, 1, 1, PREFIXES[0], method="prefill")
+    assert np.isfinite(log_probs).all()
+    assert_array_equal(np.asarray(log_probs)[1], [0, 0, 0])

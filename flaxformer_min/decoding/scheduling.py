@@ -63,6 +63,8 @@ class Options(Rules):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}; got {value}.")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"seed must be less than 2**32; got {self.seed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Lanes:
 
     def _widest(self, alive: list[int]) -> int:
         """Return the largest width in which those alive may go on."""
-        return WIDEST * min(map(self.job.width, alive), default=LENGTHS[-1])
+        return WIDEST * min(map(self.job.width, alive), default=self.job.runner.lengths[-1])
 
     def _is_crowded(self) -> bool:
         """Return whether so many sentences pause that no others may begin: they take memory."""

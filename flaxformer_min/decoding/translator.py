@@ -227,15 +227,17 @@ class Translator:
             )
         encoded = self.source_tokenizer.encode_batch(list(lines))
         sources = self._truncate(encoded, "line", first_line)
-        forced = self._encode_prefixes(prefixes or [""] * len(lines), sources, first_line, options)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         nonempty = [number for number, line in enumerate(lines) if line.strip()]
-        for number, prefix in enumerate(prefixes or ()):
+        wanted = list(prefixes or [""] * len(lines))
+        for number, prefix in enumerate(wanted):
             if prefix and not lines[number].strip():
+                wanted[number] = ""
                 LOGGER.warning(
                     "line %d is empty, and so is its translation; its prefix is not used.",
                     first_line + number,
                 )
+        forced = self._encode_prefixes(wanted, sources, first_line, options)
         by_line = {first_line + number: sources[number] for number in nonempty}
         forced_by_line = {first_line + number: forced[number] for number in nonempty}
         for batch, found in self.runner.search(by_line, forced_by_line, options, stop):

@@ -133,7 +133,7 @@ class Transformer(nn.Module):
             x, prefix_kv = self._decode_all(shift_right(tokens), cross)
             of_all = jax.nn.log_softmax(self.logits(x))
             log_probs = jnp.take_along_axis(of_all, prefix[:, :, None], axis=-1)[:, :, 0]
-            log_probs = log_probs * tokens.segments.astype(jnp.float32)
+            log_probs = jnp.where(tokens.segments > 0, log_probs, 0.0)
         visible = jnp.broadcast_to(
             tokens.segments[:, None] > 0, (batch, beam_size, prefix.shape[1])
         )
