@@ -99,6 +99,22 @@ def test_a_test_split_without_text_costs_only_its_score(config, tmp_path, log, l
     assert "No test score: " in log.text
 
 
+def test_a_missing_test_split_is_told_before_training(config, tmp_path, log):
+    train(with_steps(config, 1), tmp_path / "run")
+    told, step = (
+        next(number for number, line in enumerate(log.messages) if line.startswith(start))
+        for start in ("No test score: ", "The first step is done")
+    )
+    assert told < step
+
+
+def test_a_file_cannot_become_a_run(config, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="a run is a folder; .*file is a file. Choose another"):
+        train(config, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_other_settings_in_an_existing_run_are_named_and_refused(config, tmp_path):
     train(with_steps(config, 1), tmp_path / "run")
     other = changed(changed(config, "model", d_ff=32), "training", seed=4)

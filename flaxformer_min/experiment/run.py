@@ -195,6 +195,8 @@ class Job:
 
     def run_to_end(self) -> TrainResult:
         """Train, average, and score the test set."""
+        if is_main_process() and can_decode(self.model):
+            self._test_pairs()  # what is wrong with them should not be told only after training
         batches = self._batches()
         with contextlib.closing(batches):
             state, train_step = self._initialise(batches)

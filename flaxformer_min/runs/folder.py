@@ -260,6 +260,8 @@ class RunFolder:
 
     def _check_ours(self) -> None:
         """Raise ValueError unless the folder is a run, or can become one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"a run is a folder; {self.path} is a file. Choose another --workdir.")
         names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         links = [name for name in names if name in OWN_NAMES and (self.path / name).is_symlink()]
         if links:
