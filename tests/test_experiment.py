@@ -1,5 +1,6 @@
 """Training as a library call: what it takes, what it leaves, and how it is interrupted."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 from flax import linen as nn
 
 from flaxformer_min import (
+    Batch,
     Config,
     DataConfig,
     DecodingConfig,
@@ -23,9 +25,12 @@ from flaxformer_min import (
     TrainingConfig,
     Transformer,
     Translator,
+    one_sentence_per_row,
     train,
 )
+from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.training.metrics import read_metrics
+from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
 WORDS = "one two three four five six".split()
 
@@ -219,11 +224,62 @@ def test_a_run_of_ones_own_model_is_loaded_with_that_model_only(tmp_path):
         ({**PAIRS, "train": iter([])}, r"must be a sequence .* Make a list of it"),
         ({**PAIRS, "train": ["ab"] * 9}, r"pairs\['train'\]\[0\] must be a pair of two texts"),
         ({**PAIRS, "train": [("a", None)] * 9}, r"got \('a', None\)"),
+        ({**PAIRS, "train": [{"en": "a", "de": "b"}] * 9}, r"\[0\] must be a pair of two texts"),
+        ({**PAIRS, "train": [3]}, r"\[0\] must be a pair of two texts"),
+        ({**PAIRS, "train": {"a": "b"}}, "must be a sequence .* got dict"),
+        (
+            {**PAIRS, "train": [("a", "b"), ("a", "\ud800")]},
+            r"text of pairs\['train'\]\[1\] has a lone",
+        ),
+        (PAIRS["train"] * 1000, "got list.$"),
     ],
 )
 def test_pairs_that_are_none_are_refused_by_name(tmp_path, pairs, error):
     with pytest.raises(ValueError, match=error):
         train(CONFIG, tmp_path / "run", pairs=pairs)
+
+
+def test_the_vocabulary_that_is_told_is_that_of_the_tokenizer(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "flaxformer_min")
+    model = dataclasses.replace(CONFIG.model, vocab_size=2000)
+    train(dataclasses.replace(CONFIG, model=model), tmp_path / "run", pairs=PAIRS)
+    size = RunFolder(tmp_path / "run").model_config().vocab_size
+    assert size < 2000 and f"vocabulary {size:,};" in caplog.text
+
+
+def test_a_model_of_other_settings_is_refused_not_changed(tmp_path):
+    other = dataclasses.replace(CONFIG.model, d_model=32, dropout=0.3)
+    with pytest.raises(ValueError, match="has d_model 32 instead of 16, dropout 0.3 instead of"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Transformer(other))
+    larger = dataclasses.replace(CONFIG.model, vocab_size=4000)
+    result = train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Transformer(larger))
+    assert result.step == CONFIG.training.steps
+
+
+@pytest.mark.parametrize(
+    "token_loss, got",
+    [
+        (lambda logits, label: -jax.nn.log_softmax(logits), r"float32 of shape \(\d+,\)"),
+        (lambda logits, label: label, r"int32 of shape \(\)"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused_not_averaged(tmp_path, token_loss, got):
+    with pytest.raises(ValueError, match=f"one floating-point number.*{got}"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, token_loss=token_loss)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_batch_split_into_other_parts_is_refused_not_cut(parts):
+    model, rows = Transformer(CONFIG.model), one_sentence_per_row(jnp.full((12, 8), 5))
+    training = dataclasses.replace(CONFIG.training, gradient_accumulation=2)
+    config = dataclasses.replace(CONFIG, training=training)
+    split = shard_batch(Batch(rows, rows), jax.local_device_count(), parts)
+    state = init_state(model, config)
+    evaluate, step = make_eval_step(model), make_train_step(model, config)
+    for call, first, wanted in ((evaluate, state.params, 1), (step, state, 2)):
+        if parts != wanted:
+            with pytest.raises(ValueError, match=f"got .devices {parts} .*, {wanted}\\)"):
+                call(first, split)
 
 
 class Counting:

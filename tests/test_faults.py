@@ -33,7 +33,6 @@ from flaxformer_min.cli.train import read_arguments
 from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
-from flaxformer_min.decoding.batching import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import bleu
 from flaxformer_min.experiment.prepare import prepare
@@ -603,14 +602,18 @@ def translator(run):
     return Translator.load(run)
 
 
-@pytest.fixture(scope="module")
-def unchecked(run):
-    """A translator whose types are not checked, as a user has it: under another name."""
-    path = Path(flaxformer_min.__file__).with_name("decoding") / "translator.py"
-    spec = importlib.util.spec_from_file_location("unchecked_translator", path)
+def without_type_checks(name):
+    """A module of decoding whose types are not checked, as a user has it: under another name."""
+    path = Path(flaxformer_min.__file__).with_name("decoding") / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"unchecked_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Translator.load(run)
+    return module
+
+
+@pytest.fixture(scope="module")
+def unchecked(run):
+    return without_type_checks("translator").Translator.load(run)
 
 
 def test_a_gzip_bomb_is_not_read_to_its_end(tmp_path):
@@ -673,16 +676,30 @@ def test_numbers_of_numpy_are_numbers():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"beam_size": -1}, {"beam_size": True}, {"n_best": 0}, {"seed": -1}, {"min_length": -1}],
+    [
+        *({"beam_size": -1}, {"beam_size": True}, {"n_best": 0}, {"seed": -1}, {"min_length": -1}),
+        *({"early_stopping": "no"}, {"length_penalty": "1"}, {"suppressed": 5}),
+    ],
 )
-def test_search_options_are_whole_numbers_in_range(changes):
+def test_search_options_are_of_their_type_and_in_range(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
-        Options(**changes)
+        without_type_checks("scheduling").Options(**changes)
+
+
+def test_sampling_is_a_distribution():
+    with pytest.raises(ValueError, match="sampling must be a Sampling.*; got True"):
+        without_type_checks("choices").check_sampling(True)
 
 
 def test_a_beam_is_no_wider_than_the_vocabulary(translator):
     with pytest.raises(ValueError, match="beam_size must not exceed the vocabulary of"):
         translator.translate(["the house"], beam_size=10_000)
+
+
+def test_what_is_suppressed_is_in_the_vocabulary(translator):
+    size = translator.target_tokenizer.vocab_size
+    with pytest.raises(ValueError, match=f"below {size:,}; got {size:,}"):
+        translator.translate(["the house"], suppressed=(4, size))
 
 
 @pytest.mark.parametrize("lines", [None, 3, (line for line in ["a"]), ["a", None], [b"a"]])

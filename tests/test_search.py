@@ -517,6 +517,8 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
         ({"keyed": True}, "key is only used with sampling"),
         ({"keyed": True, "sampling": Sampling(temperature=0.0)}, "temperature must be at least"),
         ({"keyed": True, "sampling": Sampling(top_k=0)}, "top_k must be at least 1"),
+        ({"keyed": True, "sampling": Sampling(top_k=2.5)}, "a whole number; got 2.5"),
+        ({"keyed": True, "sampling": Sampling(temperature="1")}, "temperature must be a number"),
         ({"keyed": True, "sampling": Sampling(top_p=0.0)}, "top_p must be above 0"),
         ({"keyed": True, "sampling": Sampling(top_p=1.1)}, "top_p must be above 0"),
         ({"vocab": 4}, "more than the special tokens, which are 4; got 4"),

@@ -22,7 +22,9 @@ from flaxformer_min.decoding import scheduling
 from flaxformer_min.decoding.batching import LENGTHS, bucket
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.model.attention import fused_attention
 from flaxformer_min.model.embedding import OUTPUT_KERNEL
+from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -370,6 +372,21 @@ def test_attention_is_shown_of_a_model_that_was_trained_without_its_weights(tran
         strict=True,
     ):
         assert np.array_equal(found, expected)
+
+
+class Silent(MultiHeadAttention):
+    """Attention that computes no explicit weights."""
+
+    def attend(self, query, attended, mask):
+        return fused_attention(query, attended.keys, attended.values, mask)
+
+
+def test_a_model_without_explicit_weights_says_so(translator):
+    tokenizers = translator.source_tokenizer, translator.target_tokenizer
+    silent = Transformer(translator.models[0].config, encoder_attention=Silent)
+    silent = Translator([silent], translator.runner.params, tokenizers)
+    with pytest.raises(ValueError, match="sow `weights`.*; encoder, layer_0, self_attention"):
+        silent.attention("the red house", "the blue house")
 
 
 @pytest.mark.parametrize("batch_size", [64, 512])

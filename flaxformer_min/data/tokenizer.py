@@ -281,15 +281,15 @@ def check_special_ids(processor: sentencepiece.SentencePieceProcessor, where: st
         )
 
 
-def check_text(text: str, index: int) -> None:
-    """Raise ValueError for a text with a lone surrogate."""
+def check_text(text: str, which: int | str) -> None:
+    """Raise ValueError for a text with a lone surrogate; `which` it is, for the message."""
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"A text must be valid Unicode; text {index} has a lone surrogate at character "
+            f"A text must be valid Unicode; text {which} has a lone surrogate at character "
             f"{error.start}. Read its file as UTF-8, with errors='replace' if necessary."
         ) from error
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxformer_min.model.target import target_platform
@@ -32,6 +33,29 @@ class Sampling(NamedTuple):
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+
+
+def check_sampling(sampling: Sampling | None) -> None:
+    """Raise ValueError for what is no distribution; None is no sampling."""
+    if sampling is None:
+        return
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling, such as Sampling(); got {sampling!r}.")
+    temperature, top_k, top_p = sampling
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+            raise ValueError(f"{name} must be a number; got {value!r}.")
+    if not temperature >= 1e-6:
+        raise ValueError(
+            f"temperature must be at least 1e-6; got {temperature}. "
+            "For the likeliest token, leave sampling out and set beam_size=1."
+        )
+    if top_k is not None and (not isinstance(top_k, (int, np.integer)) or top_k < 1):
+        raise ValueError(
+            f"top_k must be at least 1, a whole number; got {top_k!r}. None draws from all tokens."
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}. 1 keeps all tokens.")
 
 
 class Choice(NamedTuple):

@@ -15,6 +15,8 @@ from flaxformer_min.model.embedding import OUTPUT_KERNEL
 from flaxformer_min.model.target import compute_dtype, target_platform
 from flaxformer_min.model.transformer import Transformer
 
+ATTENTION_RULE = "attention needs a model whose layers sow `weights`, as MultiHeadAttention does"
+
 
 def model_of_run(
     config: ModelConfig, given: nn.Module | None, run: Path, dtype: str | None
@@ -90,6 +92,25 @@ def with_explicit_attention(model: nn.Module) -> nn.Module:
     if not _has_config(model):
         return model
     return model.clone(config=dataclasses.replace(model.config, attention="explicit"))
+
+
+def check_sows(model: nn.Module) -> None:
+    """Raise ValueError for a model that cannot sow the weights of attention."""
+    if not callable(model):
+        raise ValueError(f"{ATTENTION_RULE}; {type(model).__name__} has no __call__.")
+
+
+def weights_of_layers(sown: Any, side: str, box: str) -> np.ndarray:
+    """Return the weights that an attention of each layer has sown, [layer head query key].
+
+    Raises ValueError if it has sown none.
+    """
+    of_layers: list[np.ndarray] = []
+    while layer := sown.get(side, {}).get(f"layer_{len(of_layers)}", {}).get(box):
+        of_layers.append(np.asarray(layer["weights"][0][0], np.float32))
+    if not of_layers:
+        raise ValueError(f"{ATTENTION_RULE}; {side}, layer_0, {box} has sown none.")
+    return np.stack(of_layers)
 
 
 def _has_config(model: nn.Module) -> bool:

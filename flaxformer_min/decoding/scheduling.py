@@ -4,7 +4,7 @@ Nothing here is compiled; `pool` has the programs, `batching` the devices that r
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +55,13 @@ class Options(Rules):
 
     def __post_init__(self):
         """Raise ValueError for numbers of another type or out of range."""
+        if not isinstance(self.suppressed, Iterable):
+            raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
+        if not isinstance(self.early_stopping, bool):
+            raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
+        if not isinstance(self.length_penalty, (int, float, np.number)):
+            raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)

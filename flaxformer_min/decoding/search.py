@@ -23,6 +23,7 @@ from flaxformer_min.decoding.choices import (
     FIRST_REGULAR_ID,
     Choice,
     Sampling,
+    check_sampling,
     choose_beam,
     choose_greedy,
     choose_random,
@@ -216,7 +217,7 @@ class Search:
         """Raise ValueError for contradictory rules."""
         _check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
         _check_suppressed(rules.suppressed)
-        _check_sampling(rules.sampling)
+        check_sampling(rules.sampling)
         self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
         self.advance = jax.vmap(
             partial(
@@ -359,21 +360,6 @@ def _check_search(beam_size: int, n_best: int, length_penalty: float, min_length
 def _check_suppressed(suppressed: tuple[int, ...]) -> None:
     if min(suppressed, default=FIRST_REGULAR_ID) < FIRST_REGULAR_ID:
         raise ValueError(f"suppressed must be ids from {FIRST_REGULAR_ID} on; got {suppressed}.")
-
-
-def _check_sampling(sampling: Sampling | None) -> None:
-    if sampling is None:
-        return
-    temperature, top_k, top_p = sampling
-    if not temperature >= 1e-6:
-        raise ValueError(
-            f"temperature must be at least 1e-6; got {temperature}. "
-            "For the likeliest token, leave sampling out and set beam_size=1."
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1; got {top_k}. None draws from all tokens.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}. 1 keeps all tokens.")
 
 
 def _check_begin(steps: int, sampling: Sampling | None, key: Key[Array, " batch"] | None) -> None:

@@ -15,8 +15,10 @@ from flax import linen as nn
 from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.batching import LONGEST_PREFIX, BatchRunner, Options
 from flaxformer_min.decoding.models import (
+    check_sows,
     model_of_run,
     suited_to_device,
+    weights_of_layers,
     with_explicit_attention,
 )
 from flaxformer_min.decoding.search import Hypotheses
@@ -220,7 +222,7 @@ class Translator:
         _check_list("lines", lines)
         if prefixes is not None:
             _check_list("prefixes", prefixes)
-        self._check_beam(options)
+        self._check_vocabulary(options)
         if prefixes is not None and len(prefixes) != len(lines):
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
@@ -285,7 +287,7 @@ class Translator:
         """Return all attention weights while `target` is predicted (default: the translation).
 
         Longer texts are truncated as by `hypotheses`. Raises ValueError for an ensemble, whose
-        models have no attention in common.
+        models have no attention in common, and for a model that sows no weights.
         """
         if len(self.models) > 1:
             raise ValueError(f"attention is that of one model; got {len(self.models)}.")
@@ -297,14 +299,9 @@ class Translator:
         both = [
             one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)
         ]
+        check_sows(self.models[0])
         _, state = self._attend({"params": self.runner.params[0]}, Batch(*both))
-        sown = state["intermediates"]
-
-        def stack(side: str, box: str) -> np.ndarray:
-            layers = range(self.models[0].config.num_layers)
-            of_layer = [sown[side][f"layer_{number}"][box]["weights"][0][0] for number in layers]
-            return np.stack([np.asarray(weights, np.float32) for weights in of_layer])
-
+        stack = partial(weights_of_layers, state.get("intermediates", {}))
         predicted = self.target_tokenizer.pieces(target_ids)
         return Attention(
             stack("encoder", "self_attention"),
@@ -315,8 +312,13 @@ class Translator:
             ["<s>", *predicted[:-1]],
         )
 
-    def _check_beam(self, options: Options) -> None:
-        vocab_size = getattr(self.target_tokenizer, "vocab_size", options.beam_size)
+    def _check_vocabulary(self, options: Options) -> None:
+        vocab_size = getattr(self.target_tokenizer, "vocab_size", 1 << 30)
+        if max(options.suppressed, default=0) >= vocab_size:
+            raise ValueError(
+                "suppressed must be ids of the target vocabulary, below "
+                f"{vocab_size:,}; got {max(options.suppressed):,}."
+            )
         if options.sampling is None and options.beam_size > vocab_size:
             raise ValueError(
                 f"beam_size must not exceed the vocabulary of {vocab_size:,}, the number of "

@@ -21,7 +21,8 @@ TRAINING_METHODS = ("hidden_states", "logits")
 def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers) -> nn.Module:
     """Return the model with the vocabulary that the tokenizers have.
 
-    Raises ValueError for a given model without the methods of training, or of another vocabulary.
+    Raises ValueError for a given model without the methods of training, of other settings than
+    `config.model`, or of another vocabulary.
     """
     fitted = fit_vocabulary(config.model, tokenizers)
     if given is None:
@@ -32,6 +33,7 @@ def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers)
             f"model must have the methods {' and '.join(TRAINING_METHODS)}; "
             f"{type(given).__name__} has no {missing[0]}. See docs/extending.md."
         )
+    _check_settings(given, config.model)
     model = fit_model(given, fitted)
     vocab_size = _vocab_size(model)
     if vocab_size != fitted.vocab_size:
@@ -41,6 +43,29 @@ def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers)
             "`config` of type ModelConfig, which is then set to the size."
         )
     return model
+
+
+def _check_settings(given: nn.Module, config: ModelConfig) -> None:
+    """Raise ValueError if the model is built from settings other than those of the run.
+
+    Sizes of vocabularies are set to those of the tokenizers, and "auto" may stand for the type.
+    """
+    own = getattr(given, "config", None)
+    if not isinstance(own, ModelConfig):
+        return
+    own = dataclasses.replace(own, dtype=compute_dtype(own))
+    set_here = ("vocab_size", "source_vocab_size", "architecture")
+    names = [field.name for field in dataclasses.fields(own) if field.name not in set_here]
+    differing = [
+        f"{name} {getattr(own, name)!r} instead of {getattr(config, name)!r}"
+        for name in names
+        if getattr(own, name) != getattr(config, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"a model must have the settings of config.model; {type(given).__name__} has "
+            f"{', '.join(differing)}. Build it from config.model."
+        )
 
 
 def _vocab_size(model: nn.Module) -> int:

@@ -21,6 +21,10 @@ LOGGER = logging.getLogger("flaxformer_min")
 
 SPLITS = ("train", "validation", "test")
 
+PAIRS_RULE = (
+    'pairs must map "train" and "validation", and "test" if there is one, to sentence pairs'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -76,13 +80,13 @@ def open_text(
 
 
 def _given_splits(pairs: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, Pairs]:
+    if not isinstance(pairs, Mapping):
+        raise ValueError(f"{PAIRS_RULE}; got {type(pairs).__name__}.")
     unknown = [name for name in pairs if name not in SPLITS]
     missing = [name for name in ("train", "validation") if name not in pairs]
     if unknown or missing:
-        raise ValueError(
-            'pairs must map "train" and "validation", and "test" if there is one, to sentence '
-            f"pairs; got {', '.join(map(repr, pairs)) or 'nothing'}."
-        )
+        got = ", ".join(map(repr, [*pairs][:5])) or "nothing"
+        raise ValueError(f"{PAIRS_RULE}; got {got}.")
     return {name: as_pairs(split, f"pairs[{name!r}]") for name, split in pairs.items()}
 
 

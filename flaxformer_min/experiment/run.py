@@ -30,7 +30,7 @@ from flaxformer_min.experiment.report import (
 from flaxformer_min.experiment.state import initialise, restore
 from flaxformer_min.experiment.validation import Validator, score_test_set, target_language
 from flaxformer_min.runs.checkpoint import check_identity, steps_of
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.runtime.distributed import (
     any_process,
@@ -232,11 +232,12 @@ class Job:
     def _initialise(self, batches: TrainingBatches) -> tuple[TrainState, Callable]:
         epoch = batches.epoch(0)
         ended = _newest_step(self.run) >= self.config.training.steps
+        fitted = fit_vocabulary(self.config.model, self.prepared.tokenizers)
         return initialise(
             self.config,
             self.model,
             self.token_loss,
-            report=lambda state: report_start(self.run.path, self.config.model, state, epoch),
+            report=lambda state: report_start(self.run.path, fitted, state, epoch),
             first_batch=None if ended else lambda: self._shard(epoch[0]),
         )
 

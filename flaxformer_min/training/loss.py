@@ -106,7 +106,13 @@ def score_token(
         # Changes no value, but keeps XLA from taking the maximum in bfloat16, apart from the sums.
         logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=22)
     token_loss = token_loss or partial(cross_entropy, smoothing=smoothing)
-    loss = jax.vmap(token_loss, (0, None))(logits, label).mean()
+    losses = jax.vmap(token_loss, (0, None))(logits, label)
+    if losses.shape != logits.shape[:1] or not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise ValueError(
+            "token_loss(logits, label) must return one floating-point number, the loss of a token; "
+            f"got {losses.dtype} of shape {losses.shape[1:]}."
+        )
+    loss = losses.mean()
     if r_drop:
         loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(

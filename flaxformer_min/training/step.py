@@ -260,6 +260,7 @@ def _sum_of_batches(
         random = randomness(state, device, number, part.target.ids.shape[0], config)
         return gradient_sums(model, state.params, part, random, config, token_loss)
 
+    _check_split(batch, config.gradient_accumulation)
     if config.gradient_accumulation == 1:
         return of_batch(0, jax.tree.map(lambda column: column[0], batch))
 
@@ -269,6 +270,17 @@ def _sum_of_batches(
     zero = jax.tree.map(jnp.zeros_like, state.params), Sums(*(jnp.float32(0.0),) * 4)
     numbers = jnp.arange(config.gradient_accumulation, dtype=jnp.int32)
     return jax.lax.scan(accumulate, zero, (numbers, batch))[0]
+
+
+def _check_split(batch: Batch, parts: int) -> None:
+    """Raise ValueError unless a device's batch has this many parts, which are accumulated."""
+    shape = batch.target.ids.shape
+    if len(shape) != 3 or shape[0] != parts:
+        raise ValueError(
+            f"batches must be [devices {parts} rows length], where {parts} is the number of "
+            f"accumulated parts; got [devices {' '.join(map(str, shape))}]. Use "
+            f"shard_batch(batch, devices, {parts})."
+        )
 
 
 def _updated(
@@ -306,6 +318,7 @@ def make_eval_step(
     """
 
     def eval_step(params: Params, batch: Batch) -> Sums:
+        _check_split(batch, 1)
         batch = jax.tree.map(lambda column: column[0], batch)
         target, logits = batch.target, partial(model.apply, {"params": params}, method="logits")
         with compiling_for(devices):

@@ -3,8 +3,10 @@
 import abc
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
+
+from flaxformer_min.data.tokenizer import check_text
 
 Pair = tuple[str, str]
 
@@ -116,7 +118,8 @@ class SequenceOfPairs(Pairs):
 
     def _checked(self, index: int, pair: Any) -> Pair:
         if (
-            isinstance(pair, str)
+            isinstance(pair, (str, Mapping))
+            or not hasattr(pair, "__len__")
             or len(pair) != 2
             or not all(isinstance(side, str) for side in pair)
         ):
@@ -124,6 +127,8 @@ class SequenceOfPairs(Pairs):
                 f"{self._name}[{index}] must be a pair of two texts, source and target; got "
                 f"{pair!r}."
             )
+        for side in pair:
+            check_text(side, f"of {self._name}[{index}]")
         return pair[0], pair[1]
 
 
@@ -134,7 +139,8 @@ def as_pairs(pairs: Any, name: str) -> Pairs:
     """
     if isinstance(pairs, Pairs):
         return pairs
-    if isinstance(pairs, str) or not hasattr(pairs, "__len__") or not hasattr(pairs, "__getitem__"):
+    is_sequence = hasattr(pairs, "__len__") and hasattr(pairs, "__getitem__")
+    if isinstance(pairs, (str, Mapping)) or not is_sequence:
         raise ValueError(
             f"{name} must be a sequence of sentence pairs, with len() and [i]; got "
             f"{type(pairs).__name__}. Make a list of it."
