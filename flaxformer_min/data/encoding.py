@@ -208,7 +208,7 @@ def encode_pairs(
         except Exception:  # damaged: numpy raises whatever its parser of headers raises
             shutil.rmtree(folder, ignore_errors=True)
     if encoded is None:
-        with folder_atomically(folder) as scratch:
+        with folder_atomically(folder, cached=True) as scratch:
             _write(pairs, tokenizers, row_lengths, scratch, segmentations)
         encoded = EncodedPairs.load(folder)
     if not encoded.counts.kept:
@@ -275,7 +275,7 @@ class _SideWriter:
             candidates = [self._candidates(text) for text in texts]
         flat = [ids for each in candidates for ids in each]
         ids, lengths = np.array([i for ids in flat for i in ids], np.int32), list(map(len, flat))
-        ids.tofile(self._file)
+        self._file.write(ids)  # numpy's `tofile` does not say why it fails
         self._digest.update(ids)
         self._lengths.append(np.array(lengths, np.int32))
         self._counts.append(np.array(list(map(len, candidates)), np.int32))

@@ -59,14 +59,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def folder_atomically(path: Path) -> Iterator[Path]:
+def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     """Create an empty folder, which becomes `path` only if the body ends without an error.
 
-    If another process has created `path` in the meantime, that folder is kept. Folders that killed
-    processes left unfinished are removed after a day.
+    A folder that exists must be empty: it is filled, because a process may be in it, or a volume
+    mounted on it. What killed processes left unfinished is removed after a day.
+
+    cached: the folder above belongs to a cache. Another process that wrote `path` in the meantime
+            wrote the same, which is kept, and whatever is unfinished there may be removed.
     """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path.parent.glob(f".*{PARTIAL}"))
+    own = "" if cached else f"{glob.escape(path.name)}-"
+    _remove_abandoned(path.parent.glob(f".{own}*{PARTIAL}"))
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
     try:
         yield scratch
@@ -74,13 +79,24 @@ def folder_atomically(path: Path) -> Iterator[Path]:
             with file.open("rb+") as opened:
                 os.fsync(opened.fileno())
         os.chmod(scratch, 0o777 & ~_umask())
+        if path.is_dir() and not cached:
+            _fill(path, scratch)
+            return
         try:
             os.rename(scratch, path)
         except OSError:
-            if not path.exists():
+            if not cached or not path.exists():
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(folder: Path, scratch: Path) -> None:
+    """Move everything from `scratch` to an empty folder."""
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} must be empty; it is not any more. Choose another folder.")
+    for file in scratch.iterdir():
+        shutil.move(file, folder / file.name)
 
 
 def _remove_abandoned(partial: Iterable[Path]) -> None:

@@ -1,0 +1,58 @@
+"""Folders appear whole, where they were asked for, and nothing else is touched."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flaxformer_min.runtime.files import ABANDONED, folder_atomically
+
+
+def write(path, **options):
+    with folder_atomically(path, **options) as folder:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "file").write_text("whole")
+
+
+@pytest.mark.parametrize("name", [".", "link", "plain"])
+def test_an_empty_folder_is_filled_not_replaced(tmp_path, monkeypatch, name):
+    """A process may be in it, or a volume mounted on it; a link leads to it."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "link").symlink_to("plain")
+    before = (tmp_path / "plain").stat().st_ino
+    monkeypatch.chdir(tmp_path / "plain" if name == "." else tmp_path)
+    write(Path(name))
+    assert (tmp_path / "plain" / "inside" / "file").read_text() == "whole"
+    assert (tmp_path / "plain").stat().st_ino == before
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "plain"]
+
+
+def write_beside_another(out, **options):
+    with folder_atomically(out, **options) as folder:
+        (folder / "file").write_text("ours")
+        out.mkdir()
+        (out / "file").write_text("theirs")
+
+
+def test_a_folder_that_another_process_has_filled_is_kept_and_told(tmp_path):
+    with pytest.raises(ValueError, match="out must be empty; it is not any more. Choose another"):
+        write_beside_another(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "theirs"
+
+
+def test_in_a_cache_another_process_wrote_the_same(tmp_path):
+    write_beside_another(tmp_path / "out", cached=True)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_only_a_caches_abandoned_folders_are_removed_whatever_their_name(tmp_path):
+    for cached, left in ((False, {"new", ".thesis.partial"}), (True, {"new"})):
+        parent = tmp_path / f"{cached}"
+        for name in (".thesis.partial", ".new-abc.partial"):
+            (parent / name).mkdir(parents=True)
+            os.utime(parent / name, (time.time() - 2 * ABANDONED,) * 2)
+        write(parent / "new", cached=cached)
+        assert set(os.listdir(parent)) == left
