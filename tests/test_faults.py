@@ -640,9 +640,10 @@ def test_a_finished_run_is_not_shortened(tmp_path):
     assert contents(run) == before
 
 
-def test_a_cache_that_cannot_be_written_names_the_option(tmp_path):
+@pytest.mark.parametrize("place", ["{tmp}/file/cache", "/proc/nothing/cache"])
+def test_a_cache_that_cannot_be_written_names_the_option(tmp_path, place):
     (tmp_path / "file").write_text("")
-    config = small_config(tmp_path, data={"cache_dir": str(tmp_path / "file" / "cache")})
+    config = small_config(tmp_path, data={"cache_dir": place.format(tmp=tmp_path)})
     with pytest.raises(OSError, match="--data.cache-dir"):
         prepare(RunFolder(tmp_path / "run"), config)
 

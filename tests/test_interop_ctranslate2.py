@@ -119,6 +119,20 @@ def test_a_readme_says_how_to_translate(tmp_path, capsys):
     assert "length_penalty=0.6," in readme and "max(map(len, pieces)) + 5" in readme
 
 
+def test_the_recipe_keeps_to_the_positions_that_the_model_has(tmp_path, capsys):
+    """A source and a translation that would go beyond end at the last of 16."""
+    decoding = DecodingConfig(beam_size=1, max_extra_tokens=40)
+    data = DataConfig(source_row_length=16, target_row_length=16)
+    learned = {"positional_encoding": "learned", "max_positions": 16}
+    run = make_tiny_run(tmp_path / "run", data=data, decoding=decoding, **learned)
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    readme = (tmp_path / "out" / "README.md").read_text().replace("_length=0", "_length=16")
+    names = {"FOLDER": str(tmp_path / "out"), "lines": [LINES[0], " ".join(LINES[:5])]}
+    exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+    assert len(names["pieces"][1]) > 16
+    assert [len(each.hypotheses[0]) for each in names["found"]] == [16, 16]
+
+
 def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
     """The first token of a greedy translation, of the same run without it."""
 

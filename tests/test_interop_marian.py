@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from make_golden_run import EXPECTED, GOLDEN
 from reversing_run import reversed_pairs, train_reversing_run
+from sentencepiece import sentencepiece_model_pb2
 from tiny_run import LINES, make_tiny_run
 
 import flaxformer_min
@@ -238,6 +239,44 @@ def test_a_tensor_that_is_not_understood_is_named(marian, tmp_path):
         write_safetensors(path, {**weights, name: values})
         with pytest.raises(ValueError, match=f"'{name}' (is not understood|must hold sines)"):
             flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_a_tensor_that_is_not_finite_is_named(marian, tmp_path):
+    """Of such a model every translation would be empty, and every score NaN."""
+    path = marian / "model.safetensors"
+    weights = read_safetensors(path)
+    name = "model.encoder.layers.0.fc1.weight"
+    weights[name] = np.where(np.arange(weights[name].size) == 3, np.nan, weights[name].ravel())
+    weights[name] = weights[name].reshape(-1, 16).astype(np.float32)
+    write_safetensors(path, weights)
+    with pytest.raises(ValueError, match=f"'{name}' must be finite"):
+        flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(marian, tmp_path, caplog):
+    """One that has some further pieces is reported with their number."""
+    path = marian / "source.spm"
+    content = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    normal = [piece for piece in content.pieces if piece.type == 1]
+    for piece in normal[:2]:
+        piece.piece += "x"
+    path.write_bytes(content.SerializeToString())
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    assert f"the vocabulary lacks 2 of its {len(normal)} pieces" in caplog.text
+    for piece in normal:
+        piece.piece += "y"
+    path.write_bytes(content.SerializeToString())
+    with pytest.raises(ValueError, match=f"lacks {len(normal)} of its {len(normal)} pieces. Is it"):
+        flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_a_tokenizer_that_is_not_utf_8_is_named(marian, tmp_path):
+    path = marian / "source.spm"
+    model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    piece = next(piece.piece for piece in model.pieces if piece.type == 1 and piece.piece.isascii())
+    path.write_bytes(path.read_bytes().replace(piece.encode(), b"\xf7" * len(piece), 1))
+    with pytest.raises(ValueError, match="source.spm must be a SentencePiece model"):
+        flaxformer_min.import_model(marian, tmp_path / "never")
 
 
 def test_a_pickle_is_not_read(marian, tmp_path):

@@ -29,15 +29,20 @@ for lines in calls:
     exec(code)
     print(json.dumps([[i for i in ids if i] for ids in found.tolist()]))
 """
-"""Runs the README's code for each list of texts; prints their ids, without padding."""
+"""Runs the README's code for each list of texts; prints texts, and ids without padding."""
 
 
-def ids_alone(folder, *calls):
-    """What a process finds in which neither this package nor flax can be imported."""
+def alone(folder, *calls):
+    """What a process prints in which neither this package nor flax can be imported."""
     command = [sys.executable, "-c", ALONE, str(folder)]
     done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    return done.stdout.splitlines()
+
+
+def ids_alone(folder, *calls):
+    """The ids that such a process finds."""
+    return [json.loads(line) for line in alone(folder, *calls) if line.startswith("[[")]
 
 
 def export_alone(run, out, *options):
@@ -78,6 +83,8 @@ def test_the_same_program_runs_alone_for_every_shape(tmp_path, beam_size, weight
     translator = Translator.load(run)
     calls = [LINES[:3], ["a longer line than these, with other words", *LINES[3:9]]]
     assert ids_alone(tmp_path / "out", *calls) == [ids_of(translator, lines) for lines in calls]
+    texts, _ = alone(tmp_path / "out", ["", LINES[0]])
+    assert [bool(text) for text in eval(texts)] == [False, True]
 
 
 def test_one_artifact_serves_every_platform(tmp_path):

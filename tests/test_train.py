@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 from training_jobs import changed, shared_programs, small_config, stopped_after, watched_steps
 
 from benchmarks.crash import differences, newest, write_corpus
+from flaxformer_min.cli.train import read_arguments
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.experiment.model import with_dtype
@@ -97,6 +98,21 @@ def test_a_test_split_without_text_costs_only_its_score(config, tmp_path, log, l
     result = train(with_steps(config, 1), tmp_path / "run")
     assert (result.step, result.test) == (1, None)
     assert "No test score: " in log.text
+
+
+@pytest.mark.parametrize("place", ["/proc/nothing", "{tmp}/file/run", "{tmp}/link"])
+def test_a_place_that_cannot_be_written_to_is_named(config, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    place = place.format(tmp=tmp_path)
+    with pytest.raises(OSError, match=f"needs a folder to write in; {place}: .*Choose another"):
+        train(config, place)
+
+
+def test_a_run_in_place_of_a_config_is_told_how_to_continue(config, tmp_path):
+    (tmp_path / "config.json").write_text(config.to_json())
+    with pytest.raises(ValueError, match="is a run folder; continue it with .*/config.json"):
+        read_arguments([str(tmp_path)], "train.py")
 
 
 def test_a_missing_test_split_is_told_before_training(config, tmp_path, log):

@@ -110,6 +110,8 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
     """Return the settings of the config file, overridden by those of the command line."""
     named = bool(argv) and not argv[0].startswith("-")
     path = Path(argv[0]) if named else DEFAULT_CONFIG
+    if (path / "config.json").is_file():
+        raise ValueError(f"{path} is a run folder; continue it with {path / 'config.json'}.")
     if not path.is_file():
         raise ValueError(
             "a config is a Python file that ends in `config = Config(...)`, or the config.json of "

@@ -257,7 +257,8 @@ def read_processor(model: bytes, where: str | Path) -> sentencepiece.SentencePie
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
-    except RuntimeError as error:
+        processor.id_to_piece([*range(processor.vocab_size())])  # each must be UTF-8
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{where} must be a SentencePiece model, as train_tokenizer writes it; it cannot be "
             "read as one. Is it another file, or truncated?"

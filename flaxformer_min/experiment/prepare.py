@@ -169,10 +169,10 @@ def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> 
             SEGMENTATIONS if sampled else 1,
             f"the {split} split",
         )
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    except OSError as error:
         raise OSError(
-            f"encoded text must be written to a cache; in {cache}: {error.strerror}. Choose "
-            "another folder with --data.cache-dir."
+            f"encoded text must be written to a cache; in {cache}: {error.strerror or error}. "
+            "Choose another folder with --data.cache-dir."
         ) from error
     LOGGER.info("%s: %s.", split, encoded.counts)
     return encoded

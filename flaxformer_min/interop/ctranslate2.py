@@ -123,7 +123,10 @@ def _set_vocabularies(spec: Any, model: RunModel) -> None:
 def _readme(model: RunModel, quantization: str | None) -> str:
     decoding = model.decoding
     longest = f"max(map(len, pieces)) + {1 + decoding.max_extra_tokens}"
-    limits = f"max_input_length={LENGTHS[-1]}, max_decoding_length={longest}"
+    positions = model.config.max_positions or LENGTHS[-1]
+    if model.config.max_positions:
+        longest = f"min({longest}, {positions})"
+    limits = f"max_input_length={positions}, max_decoding_length={longest}"
     if decoding.suppressed:
         pieces = model.tokenizers[1].pieces(decoding.suppressed)
         limits += f", suppress_sequences={[[piece] for piece in pieces]}"

@@ -167,6 +167,8 @@ def _take(weights: dict[str, np.ndarray], name: str, shape: list[int]) -> np.nda
             f"{WEIGHTS}: {name!r} must have the shape {shape} that the settings give it; it has "
             f"{list(values.shape)}."
         )
+    if not np.isfinite(values).all():
+        raise ValueError(f"{WEIGHTS}: {name!r} must be finite; some of its numbers are not.")
     return values
 
 

@@ -1,5 +1,6 @@
 """The vocabulary of an imported model, reordered so that the special tokens have our ids."""
 
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ import numpy as np
 
 from flaxformer_min.data.tokenizer import read_processor
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 BOS_NAMES = ("<s>", "<bos>", "<start>", "<decoder-start>")
 """Names for the start of the decoder where the model has no piece of its own for that."""
@@ -121,11 +124,29 @@ def sentencepiece_model(model: bytes, vocabulary: Vocabulary, path: Path) -> byt
             raise ValueError(f"{path}: {piece!r} is a special token of a use that is not known.")
         content.pieces.add(piece=piece, score=score, type=special.get(number, kind))
     known = set(vocabulary.pieces)
+    _check_lacking([piece for piece, (_, kind) in own.items() if kind == kinds.NORMAL], known, path)
     for piece, (score, kind) in own.items():
         if piece not in known and kind not in (kinds.CONTROL, kinds.UNKNOWN):
             content.pieces.add(piece=piece, score=score, type=kind)
     _name_specials(content.trainer_spec, vocabulary.pieces)
     return content.SerializeToString(deterministic=True)
+
+
+def _check_lacking(pieces: list[str], known: set[str], path: Path) -> None:
+    """Tell how many pieces of a SentencePiece model the vocabulary lacks; refuse it if most."""
+    lacking = sum(piece not in known for piece in pieces)
+    if 2 * lacking > len(pieces):
+        raise ValueError(
+            f"{path} must be the SentencePiece model of the vocabulary, which lacks {lacking:,} of "
+            f"its {len(pieces):,} pieces. Is it that of another model, or of the other language?"
+        )
+    if lacking:
+        LOGGER.warning(
+            "%s: the vocabulary lacks %s of its %s pieces; what they stand for is read as unknown.",
+            path,
+            f"{lacking:,}",
+            f"{len(pieces):,}",
+        )
 
 
 def _name_specials(trainer_spec: Any, pieces: list[str]) -> None:

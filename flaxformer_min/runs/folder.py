@@ -224,11 +224,18 @@ class RunFolder:
         """Lock the run for this process. The system unlocks it when the process ends or is killed.
 
         Raises ValueError if another process has locked it, and, before anything is written, for a
-        folder that is not a run and cannot become one.
+        folder that is not a run and cannot become one; OSError if it cannot be written to.
         """
         self._check_ours()
-        self.path.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(self._open_lock(), "r+", errors="replace") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = self._open_lock()
+        except OSError as error:
+            raise OSError(
+                f"a run needs a folder to write in; {self.path}: {error.strerror}. Choose another "
+                "--workdir."
+            ) from error
+        with os.fdopen(lock, "r+", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
