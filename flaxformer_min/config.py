@@ -150,7 +150,8 @@ class ModelConfig:
     same."""
 
     architecture: str = setting("")
-    """Class of the model of `train(model=...)`, set by `train`; empty: this package's."""
+    """Class of the model of `train(model=...)`, with classes and functions that it was built with,
+    set by `train`; empty: this package's."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""

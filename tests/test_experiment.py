@@ -200,18 +200,38 @@ def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
 
 
+def constant(positions, d_model):
+    return jnp.ones((positions.shape[0], d_model))
+
+
 @pytest.mark.slow
 def test_a_run_of_ones_own_model_is_loaded_with_that_model_only(tmp_path):
-    def constant(positions, d_model):
-        return jnp.ones((positions.shape[0], d_model))
-
     model = Transformer(CONFIG.model, position_function=constant)
     result = train(CONFIG, tmp_path / "run", pairs=PAIRS, model=model)
     assert len(result.translator.translate(["one two"])) == 1
-    with pytest.raises(ValueError, match="was trained with Transformer; .* model="):
-        Translator.load(tmp_path / "run")
-    with pytest.raises(ValueError, match="was trained with Transformer"):
-        Translator.load(tmp_path / "run", model=Bigram(280))
+    name = r"Transformer\(position_function=constant\)"
+    for other in (None, Bigram(280), Transformer(CONFIG.model)):
+        with pytest.raises(ValueError, match=f"was trained with {name}; .* model="):
+            Translator.load(tmp_path / "run", model=other)
+    with pytest.raises(ValueError, match=f"'{name}' in the run, 'Transformer' now"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Transformer(CONFIG.model))
+
+
+@pytest.mark.slow
+def test_a_run_that_recorded_only_the_class_of_its_model_goes_on(tmp_path, monkeypatch):
+    model = Transformer(CONFIG.model, position_function=constant)
+
+    def recorded(config, model):
+        named = dataclasses.replace(config.model, architecture=type(model).__name__)
+        return dataclasses.replace(config, model=named)
+
+    half = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, steps=3))
+    with monkeypatch.context() as before:
+        before.setattr("flaxformer_min.experiment.run.with_architecture", recorded)
+        train(half, tmp_path / "run", pairs=PAIRS, model=model)
+    assert RunFolder(tmp_path / "run").config().model.architecture == "Transformer"
+    assert train(CONFIG, tmp_path / "run", pairs=PAIRS, model=model).step == 6
+    assert Translator.load(tmp_path / "run", model=model).translate(["one"])
 
 
 @pytest.mark.parametrize(

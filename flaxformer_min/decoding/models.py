@@ -23,11 +23,11 @@ def model_of_run(
 ) -> nn.Module:
     """Return the model that a run was trained with, computing in `dtype`; None: as it was trained.
 
-    Raises ValueError unless `given` is None for this package's model, and of the same class for
-    another.
+    Raises ValueError unless `given` is None for this package's model, and of the same class with
+    the same parts for another.
     """
-    needed, name = config.architecture, type(given).__name__ if given is not None else ""
-    if needed != name:
+    needed, name = config.architecture, name_of_model(given)
+    if needed not in (name, name.partition("(")[0]):  # earlier runs recorded the class alone
         raise ValueError(
             f"{run} was trained with {needed or 'the Transformer of this package'}; got model="
             f"{name or None}. "
@@ -47,6 +47,25 @@ def model_of_run(
             "the type, and leave dtype out."
         )
     return fit_model(given, config)
+
+
+def name_of_model(model: nn.Module | None) -> str:
+    """Return the name that a run records of a model of one's own; None has none.
+
+    It is that of the class, and of all classes and functions that the model was built with.
+
+    >>> name_of_model(Transformer(ModelConfig(), position_function=jnp.sin))
+    'Transformer(position_function=sin)'
+    """
+    if model is None:
+        return ""
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    parts = [
+        f"{name}={value.__name__}"
+        for name, value in fields.items()
+        if hasattr(value, "__name__") and value is not getattr(type(model), name, None)
+    ]
+    return type(model).__name__ + (f"({', '.join(parts)})" if parts else "")
 
 
 def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
@@ -106,7 +125,9 @@ def weights_of_layers(sown: Any, side: str, box: str) -> np.ndarray:
     Raises ValueError if it has sown none.
     """
     of_layers: list[np.ndarray] = []
-    while layer := sown.get(side, {}).get(f"layer_{len(of_layers)}", {}).get(box):
+    while layer := sown.get(side, {}).get(f"layer_{len(of_layers)}", {}).get(box, {}):
+        if "weights" not in layer:
+            break
         of_layers.append(np.asarray(layer["weights"][0][0], np.float32))
     if not of_layers:
         raise ValueError(f"{ATTENTION_RULE}; {side}, layer_0, {box} has sown none.")

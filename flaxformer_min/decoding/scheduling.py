@@ -54,7 +54,7 @@ class Options(Rules):
     seed: int = 0
 
     def __post_init__(self):
-        """Raise ValueError for numbers of another type or out of range."""
+        """Raise ValueError for options of another type or out of range."""
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
-from flaxformer_min.decoding.models import fit_model
+from flaxformer_min.decoding.models import fit_model, name_of_model
 from flaxformer_min.decoding.translator import DECODING_METHODS
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.model.transformer import Transformer
@@ -90,7 +90,7 @@ def with_architecture(config: Config, model: nn.Module | None) -> Config:
     """Return the settings with the name of the given model, which loading the run requires."""
     if model is None:
         return config
-    named: ModelConfig = dataclasses.replace(config.model, architecture=type(model).__name__)
+    named: ModelConfig = dataclasses.replace(config.model, architecture=name_of_model(model))
     return dataclasses.replace(config, model=named)
 
 

@@ -171,8 +171,8 @@ def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> 
         )
     except OSError as error:
         raise OSError(
-            f"encoded text must be written to a cache; in {cache}: {error.strerror or error}. "
-            "Choose another folder with --data.cache-dir."
+            f"encoded text must be written to a cache, {cache}; {error}. Choose another folder "
+            "with --data.cache-dir."
         ) from error
     LOGGER.info("%s: %s.", split, encoded.counts)
     return encoded

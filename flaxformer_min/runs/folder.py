@@ -178,6 +178,7 @@ class RunFolder:
         run with checkpoints and other settings.
         """
         self._check_ours()
+        config = self._named_as_before(config)
         differing = differences(self.config(), config) if self.exists else []
         if differing and self._has_checkpoint():
             file = self.path / "config.json"
@@ -201,6 +202,15 @@ class RunFolder:
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())
         return self.tokenizers()
+
+    def _named_as_before(self, config: Config) -> Config:
+        """Return the settings with the class of the model alone if the run recorded no more."""
+        recorded = self.config().model.architecture if self.exists else ""
+        if recorded != config.model.architecture.partition("(")[0]:
+            return config
+        return dataclasses.replace(
+            config, model=dataclasses.replace(config.model, architecture=recorded)
+        )
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ValueError unless `model` has this run's settings; dropout may differ."""
