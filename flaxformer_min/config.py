@@ -260,7 +260,8 @@ class TrainingConfig:
     """Steps between two checkpoints; the best by validation and the last are saved as well."""
 
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
-    """How many of these checkpoints are kept; the best by validation is kept as well."""
+    """How many of the checkpoints saved every `save_every` steps are kept, besides the best by
+    validation."""
 
     best_by: Literal["loss", "bleu"] = setting("loss")
     """How the best checkpoint is selected: by the lowest validation loss or the highest BLEU."""
@@ -272,7 +273,8 @@ class TrainingConfig:
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
     debug_nans: bool = setting(False, may_change=True)
-    """Stop at the first such step, and name the operation that produced the NaN or infinity."""
+    """Stop at the first step whose loss or gradient is not finite, and name the operation that
+    produced the NaN or infinity."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
@@ -304,8 +306,8 @@ class DecodingConfig:
     """Most tokens by which a translation may be longer than its source."""
 
     early_stopping: bool = setting(True, may_change=True)
-    """Once beam_size hypotheses have ended, go on only with those whose score so far is better, not
-    with all that can become better."""
+    """Once beam_size hypotheses have ended, drop those unfinished ones whose score so far is not
+    above that of the best ended one; otherwise only those that can no longer rise above it."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS

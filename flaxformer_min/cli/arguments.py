@@ -60,8 +60,8 @@ def _add_translate(commands: Any) -> None:
     add("--output", metavar="FILE", help="write to this file, atomically (default: stdout)")
     _add_search(parser)
     add("--n-best", type=_number(int, at_least=1), default=1, metavar="N",
-        help="translations of each line, best first; always N output lines, the last ones empty "
-        "if fewer were found (default: 1)")
+        help="translations of each line, best first: N output lines (one with --json), the last "
+        "ones empty if fewer were found (default: 1)")
     add("--prefix-file", metavar="FILE",
         help="how each translation must begin, line by line; an empty line for no constraint "
         "(default: no prefixes)")
@@ -100,7 +100,8 @@ def _add_evaluate(commands: Any) -> None:
     add = parser.add_argument
     _add_runs(parser)
     add("--corpus", metavar="CORPUS",
-        help="where the split is from (default: the run's own corpus)")
+        help="where the split is from; required for a run trained on text: files (default: the "
+        "run's own corpus)")
     add("--split", metavar="NAME", help="split of the corpus (default: test)")
     add("--source", metavar="FILE", help="sentences to translate (default: those of the split)")
     add("--reference", metavar="FILE",
@@ -147,7 +148,7 @@ def _add_interop(commands: Any) -> None:
     add("runs", metavar="RUN", nargs=1, help="the folder of a run")
     add("out", metavar="OUT", help="the folder to write; it must be new or empty")
     add("--format", required=True, choices=("ctranslate2", "marian", "stablehlo"),
-        help="CTranslate2, Marian of Hugging Face, or a program for any jax (no default)")
+        help="CTranslate2, Marian of Hugging Face, or a StableHLO program for jax (no default)")
     add("--quantization", choices=("int8", "int16", "float16", "bfloat16"),
         help="type of CTranslate2's weights (default: float32)")
     add("--weights", choices=("inside", "beside"),
@@ -156,7 +157,8 @@ def _add_interop(commands: Any) -> None:
     parser = _add_command(commands, "import", purpose, import_)
     add = parser.add_argument
     add("model", metavar="MODEL",
-        help="its folder: of Hugging Face with model.safetensors, or Marian's npz and spm files")
+        help="its folder: Hugging Face's, with model.safetensors, or Marian's own: an .npz with "
+        "its vocabulary and .spm files")
     add("run", metavar="RUN", help="the run folder to make; it must be new or empty")
 
 
@@ -177,12 +179,13 @@ def _add_search(parser: _Parser) -> None:
     add("--length-penalty", type=alpha, metavar="ALPHA",
         help=f"larger values prefer longer translations ({OWN})")
     add("--early-stopping", action=argparse.BooleanOptionalAction,
-        help="once as many hypotheses as the beam have ended, go on only with those whose score so "
-        f"far is better, not with all that can become better ({OWN})")
+        help="once --beam-size hypotheses have ended, drop those unfinished ones whose score so "
+        "far is not above that of the best ended one (the Nth best with --n-best N); otherwise "
+        f"only those that can no longer rise above it ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"most tokens by which a translation may be longer than its source ({OWN})")
     add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
-        help="fewest tokens of a translation (default: 0)")
+        help="fewest tokens of a translation, EOS not counted (default: 0)")
 
 
 def _add_sampling(parser: _Parser) -> None:
@@ -207,7 +210,7 @@ def _add_device(parser: _Parser) -> None:
     parser.add_argument("--batch-size", type=_number(int, at_least=1), metavar="N",
         help=f"most sentences at once on each device; fewer if they are long ({OWN})")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
-        help="type of the computations; on a CPU, bfloat16 is that of products with weights alone; "
+        help="type of the computations; on a CPU, bfloat16 applies to products with weights only; "
         "auto is bfloat16 on a TPU and on GPUs that have it (default: that of training)")
 
 

@@ -37,10 +37,10 @@ USUAL_BATCH = {"cpu": 64, "accelerator": 256}
 """Most sentences at once on each device, unless a number is configured."""
 
 WIDEST = 4
-"""A sentence is computed in at most so many times its own width."""
+"""A sentence is padded to at most this many times its own padded width."""
 
 FEWER = 3
-"""Once nobody can follow, a pool goes on in a third of its slots if what is left fits there."""
+"""When no further sentence can join, a pool shrinks to a third of its slots if the rest fits."""
 
 LONGEST_OF_A_FULL_BATCH = 128
 """Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""

@@ -81,7 +81,7 @@ class Translator:
     """One model, or an ensemble of several, with the tokenizers of both languages.
 
     All local devices are used. The translation of a line does not depend on the other lines; its
-    log-probability does by about 1e-5, because batches of other shapes are rounded otherwise.
+    log-probability does by about 1e-5, because batches of other shapes are rounded differently.
     `restored` names the checkpoints that `load` restored.
 
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model of the ten
@@ -137,7 +137,7 @@ class Translator:
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
         executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
         that of the layers' computations, "float32", "bfloat16" or "auto"; None: that of training.
-        On a CPU, bfloat16 is that of products with weights alone.
+        On a CPU, bfloat16 applies to products with weights only.
         Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
         different vocabularies.
         """
@@ -198,7 +198,11 @@ class Translator:
     ) -> list[str]:
         """Return the best translation of each line; an empty line gives an empty one.
 
-        `options` are fields of `Options`; `stop` as for `hypotheses`.
+        `options` override the run's settings `beam_size`, `length_penalty`, `early_stopping`,
+        `max_extra_tokens` and `suppressed`; further ones are `min_length` and, with a `seed`,
+        `sampling`, a `Sampling`: `beam_size` samples are drawn, and the best by score is returned.
+        For several translations of each line, use
+        `hypotheses(lines, translator.options(beam_size=4, n_best=4))`. `stop` as there.
         """
         found = self.hypotheses(lines, self.options(**options), stop=stop)
         return [best[0].text for best in found]

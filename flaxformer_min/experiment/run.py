@@ -103,7 +103,8 @@ def train(
     profile:    record this many steps, from the 11th of this start on, in the run folder.
 
     Ctrl-C (or Stop in a notebook) finishes the step, saves, and returns `stopped=True`; a second
-    one is raised. The same call then continues as if there had been no interruption, bit for bit.
+    one is raised. The same call then continues as if there had been no interruption: on a CPU bit
+    for bit, on other devices up to rounding.
     The call changes no process-wide settings and installs no signal handlers. What it compiled
     stays in jax's caches; after many calls, `jax.clear_caches()` frees it. Progress is logged to
     "flaxformer_min" at level INFO.

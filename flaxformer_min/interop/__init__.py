@@ -25,7 +25,7 @@ def export(
     quantization: of CTranslate2's weights: "int8", "int16", "float16" or "bfloat16"; None: float32.
     weights:      of StableHLO: "inside" of the program, or "beside" it, which None means, too.
 
-    Raises ValueError for a run that the format cannot express, and for a folder that exists;
+    Raises ValueError for a run that the format cannot express, and for a folder that is not empty;
     ImportError where ctranslate2 or flatbuffers is not installed.
     """
     from flaxformer_min.interop.run_model import check_new_folder, read_run

@@ -1,4 +1,4 @@
-"""Export to CTranslate2, which translates on CPUs and GPUs without Python's and jax's start-up.
+"""Export to CTranslate2, which translates on CPUs and GPUs without jax.
 
 CTranslate2's own `TransformerSpec` writes the files, so it must be installed (the extra `export`).
 """

@@ -16,7 +16,8 @@ BOS_NAMES = ("<s>", "<bos>", "<start>", "<decoder-start>")
 """Names for the start of the decoder where the model has no piece of its own for that."""
 
 SUPPRESSED = -100.0
-"""Bias of a logit that is added: too low to count, and not so low that smoothing it would."""
+"""Bias of an added token's logit: low enough that its probability is negligible, but not so low
+that label smoothing over it would dominate the loss in fine-tuning."""
 
 
 class Specials(NamedTuple):
