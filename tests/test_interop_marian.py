@@ -1,7 +1,10 @@
 """Models of Hugging Face's Marian: exported, imported, and the same numbers in both libraries."""
 
 import json
+import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -277,6 +280,17 @@ def test_a_tokenizer_that_is_not_utf_8_is_named(marian, tmp_path):
     path.write_bytes(path.read_bytes().replace(piece.encode(), b"\xf7" * len(piece), 1))
     with pytest.raises(ValueError, match="source.spm must be a SentencePiece model"):
         flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_a_disk_that_takes_no_more_is_told_in_a_sentence(marian, tmp_path):
+    """No file may have more than 16 kB here."""
+    limited = ["bash", "-c", "trap '' XFSZ; ulimit -f 16; exec \"$@\"", "bash", sys.executable]
+    command = [*limited, "-m", "flaxformer_min", "import", str(marian), str(tmp_path / "again")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    rule = "^flaxformer-min: error: a checkpoint must be written completely; .*: File too large[.]"
+    assert re.search(rule, done.stderr, re.MULTILINE)
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_pickle_is_not_read(marian, tmp_path):

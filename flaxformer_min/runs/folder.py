@@ -162,6 +162,7 @@ class RunFolder:
         checkpoints = Checkpoints(self.averaged, keep=1)
         meta = {"identity": self.identity()} if self.exists else {}
         checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
+        checkpoints.wait()  # told in a sentence if it cannot be written
         checkpoints.close()
 
     def drop_average(self) -> None:
