@@ -282,6 +282,7 @@ def test_a_tokenizer_that_is_not_utf_8_is_named(marian, tmp_path):
         flaxformer_min.import_model(marian, tmp_path / "never")
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_told_in_a_sentence(marian, tmp_path):
     """No file may have more than 16 kB here."""
     limited = ["bash", "-c", "trap '' XFSZ; ulimit -f 16; exec \"$@\"", "bash", sys.executable]
