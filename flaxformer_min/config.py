@@ -150,8 +150,7 @@ class ModelConfig:
     same."""
 
     architecture: str = setting("")
-    """Class of the model of `train(model=...)`, with classes and functions that it was built with,
-    set by `train`; empty: this package's."""
+    """Class and parts of the model of `train(model=...)`, set by `train`; empty: this package's."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
@@ -260,8 +259,7 @@ class TrainingConfig:
     """Steps between two checkpoints; the best by validation and the last are saved as well."""
 
     keep_checkpoints: int = setting(3, at_least=1, may_change=True)
-    """How many of the checkpoints saved every `save_every` steps are kept, besides the best by
-    validation."""
+    """How many of the checkpoints of every `save_every` steps are kept, besides the best one."""
 
     best_by: Literal["loss", "bleu"] = setting("loss")
     """How the best checkpoint is selected: by the lowest validation loss or the highest BLEU."""
