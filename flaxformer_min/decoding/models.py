@@ -14,6 +14,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.embedding import OUTPUT_KERNEL
 from flaxformer_min.model.target import compute_dtype, target_platform
 from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.runs.folder import records
 
 ATTENTION_RULE = "attention needs a model whose layers sow `weights`, as MultiHeadAttention does"
 
@@ -27,7 +28,7 @@ def model_of_run(
     the same parts for another.
     """
     needed, name = config.architecture, name_of_model(given)
-    if needed not in (name, name.partition("(")[0]):  # earlier runs recorded the class alone
+    if not records(needed, name):
         raise ValueError(
             f"{run} was trained with {needed or 'the Transformer of this package'}; got model="
             f"{name or None}. "
@@ -124,11 +125,9 @@ def weights_of_layers(sown: Any, side: str, box: str) -> np.ndarray:
 
     Raises ValueError if it has sown none.
     """
-    of_layers: list[np.ndarray] = []
-    while layer := sown.get(side, {}).get(f"layer_{len(of_layers)}", {}).get(box, {}):
-        if "weights" not in layer:
-            break
-        of_layers.append(np.asarray(layer["weights"][0][0], np.float32))
+    layers, of_layers = sown.get(side, {}), []
+    while "weights" in (own := layers.get(f"layer_{len(of_layers)}", {}).get(box, {})):
+        of_layers.append(np.asarray(own["weights"][0][0], np.float32))
     if not of_layers:
         raise ValueError(f"{ATTENTION_RULE}; {side}, layer_0, {box} has sown none.")
     return np.stack(of_layers)

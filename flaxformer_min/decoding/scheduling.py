@@ -159,8 +159,8 @@ class Paused(NamedTuple):
 class Lanes:
     """The sentences that one core, or all accelerators, search together.
 
-    A sentence that outgrows its cache pauses until the others move to a
-    larger pool, so that it need not go on alone after them.
+    A sentence that outgrows its cache pauses until the others move to a larger pool, so that it
+    need not go on alone after them.
     """
 
     def __init__(self, job: Job, lines: Sequence[int]):

@@ -119,7 +119,6 @@ def write_run(marian: MarianModel, run: Path) -> None:
         folder.tokenizers()
         checkpoints = folder.open_checkpoints(config)
         checkpoints.save(0, {"params": params}, {})
-        checkpoints.wait()  # told in a sentence if it cannot be written
         checkpoints.close()
 
 

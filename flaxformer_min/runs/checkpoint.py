@@ -230,7 +230,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and release the folder."""
+        """Wait as `wait`, and release the folder."""
+        self.wait()
         self._manager.close()
 
     @contextlib.contextmanager

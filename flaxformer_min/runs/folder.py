@@ -162,7 +162,6 @@ class RunFolder:
         checkpoints = Checkpoints(self.averaged, keep=1)
         meta = {"identity": self.identity()} if self.exists else {}
         checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
-        checkpoints.wait()  # told in a sentence if it cannot be written
         checkpoints.close()
 
     def drop_average(self) -> None:
@@ -207,7 +206,7 @@ class RunFolder:
     def _named_as_before(self, config: Config) -> Config:
         """Return the settings with the class of the model alone if the run recorded no more."""
         recorded = self.config().model.architecture if self.exists else ""
-        if recorded != config.model.architecture.partition("(")[0]:
+        if not records(recorded, config.model.architecture):
             return config
         return dataclasses.replace(
             config, model=dataclasses.replace(config.model, architecture=recorded)
@@ -312,6 +311,15 @@ class RunFolder:
         if config.model.source_vocab_size is None and config.data.tokenizers == "trained":
             return "tokenizer.model", "tokenizer.model"
         return "source_tokenizer.model", "target_tokenizer.model"
+
+
+def records(recorded: str, name: str) -> bool:
+    """Return whether a run recorded the model of this name; once it was the class alone.
+
+    >>> records("Mine", "Mine(attention=Own)"), records("Mine(attention=Own)", "Mine")
+    (True, False)
+    """
+    return recorded in (name, name.partition("(")[0])
 
 
 def without_caches(config: Config) -> Config:
