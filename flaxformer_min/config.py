@@ -312,7 +312,7 @@ class DecodingConfig:
     never are."""
 
     batch_size: int | None = setting(None, at_least=1, may_change=True)
-    """Most sentences at once on each device. None: 64 on a CPU, 256 on an accelerator."""
+    """Most sentences at once on each device. None: up to 64 on a CPU, 256 on an accelerator."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""

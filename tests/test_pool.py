@@ -1,6 +1,7 @@
 """Continuous batching: each sentence is searched as if it were alone, and few lanes stay empty."""
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from flaxformer_min.decoding import batching, moves, pool, scheduling
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
-from flaxformer_min.decoding.pool import Pool
+from flaxformer_min.decoding.pool import Pool, PoolShape
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS
 
@@ -429,11 +430,60 @@ def test_early_stopping_makes_other_programs_only_where_hypotheses_compete(setti
     assert (exact != early) is differ
 
 
-@pytest.mark.parametrize("beam_size, given, slots", [(1, None, 64), (4, None, 64), (1, 32, 32)])
+@pytest.mark.parametrize("beam_size, given, slots", [(4, None, 64), (1, 32, 32), (1, 128, 128)])
 def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, slots):
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], given)
     job = scheduling.Job(runner, {}, {}, Options(beam_size=beam_size), 0)
-    assert runner.shape(job, 24, 500).slots == slots
+    shape = runner.shape(job, 24, 500)
+    assert (shape.slots, shape.newcomers) == (slots, slots)
+
+
+@pytest.mark.parametrize(
+    "width, slots, newcomers, capacity",
+    [(24, 16, 64, 48), (40, 8, 32, 80), (64, 8, 16, 120), (256, 8, 8, 312)],
+)
+def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers, capacity):
+    """Of 384 source tokens, with room for twice as many new ones; a large model has others."""
+    runner = BatchRunner([Table()], [jnp.zeros(4 << 20, jnp.float32)])
+    job = scheduling.Job(runner, {}, {}, Options(beam_size=1), 0)
+    shape = runner.shape(job, width, 500)
+    assert shape == PoolShape(slots, newcomers, width, capacity, width + 50)
+    runner.use_params([jnp.zeros((4 << 20) + 1, jnp.float32)])
+    assert runner.shape(job, width, 500).slots == min(64, 64 * 128 // width)
+    accelerator = BatchRunner([Table()], [jnp.zeros(4)])
+    accelerator.kind = "accelerator"
+    shape = accelerator.shape(dataclasses.replace(job, runner=accelerator), width, 500)
+    assert shape.slots == shape.newcomers > slots
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
+    """Newcomers fill the slots several times; some outgrow their cache; widths change."""
+    rng = np.random.default_rng(3)
+    lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 80), *rng.integers(41, 65, 9)]
+    sources, table = make_sources([int(length) for length in lengths]), make_table(eos=-2.0)
+    settings = {"beam_size": 1, "n_best": 1}
+    found, runner = find(table, sources, None, cores, early_stopping=True, **settings)
+    expect_as_alone(found, table, sources, extra=50, enough=1, **settings)
+    shapes, paused, _ = schedule
+    assert {shape.slots for shape in shapes} == {8, 16}
+    assert paused
+    assert runner.usage.share > 0.9
+
+
+def test_a_small_pool_moves_on_when_the_next_has_room_for_half_of_it(monkeypatch):
+    """Those of 16 slots do not have to be done before 200 longer ones begin in 8 slots."""
+    alive, build = {}, scheduling.Lanes._build
+
+    def building(self, shape, resumed):
+        alive.setdefault(shape.slots, self._fullest())
+        build(self, shape, resumed)
+
+    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    sources = make_sources([*range(5, 25)] * 5 + [60] * 200)
+    find(make_table(eos=0.7), sources, None, beam_size=1, max_extra_tokens=24)
+    assert alive[16] == 0
+    assert 4 <= alive[8] <= 8
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_search_can_be_traced(options, prefix):
     config = ModelConfig(90, num_layers=1, d_model=8, d_ff=8, num_heads=2)
     model = Transformer(config)
     integers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    shape = PoolShape(4, width=40, capacity=49, steps=90, prefix=prefix)
+    shape = PoolShape(4, 4, width=40, capacity=49, steps=90, prefix=prefix)
     rules = {"rules": options, "shape": shape}
     newcomers = Newcomers(
         integers(()),

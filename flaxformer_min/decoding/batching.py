@@ -48,6 +48,16 @@ from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
+SMALL_MODEL = 1 << 22
+"""Most parameters with which greedy decoding on a CPU has small pools.
+
+A step reads the weights and the caches of the pool. Where the weights are small, so should the
+caches be: they stay near the core. Larger weights are better read for more sentences at once.
+"""
+
+SMALL_POOL = 16 * 24
+"""Source tokens of all sentences in a small pool."""
+
 MOST_ENTRIES = 1 << 18
 """Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
 
@@ -117,6 +127,7 @@ class BatchRunner:
     def use_params(self, params: Sequence[Any]) -> None:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
+        self.is_small = sum(leaf.size for leaf in jax.tree.leaves(params)) <= SMALL_MODEL
 
     def begin(self, rules: Rules, shape: PoolShape) -> Begin:
         """Return `pool.begin` for these models, which is traced once for each shape."""
@@ -138,6 +149,11 @@ class BatchRunner:
     def most_sentences(self) -> int:
         """Return the most sentences at once on each device."""
         return self.batch_size or USUAL_BATCH[self.kind]
+
+    def has_small_pools(self, rules: Rules) -> bool:
+        """Return whether fewer sentences than join in a call are in a pool at once."""
+        by_default = self.kind == "cpu" and self.batch_size is None
+        return by_default and self.is_small and rules.beam_size == 1
 
     def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""
@@ -259,7 +275,13 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        return pool_shape(slots, width, steps, job.rules, job.prefix)
+        shape = pool_shape(slots, width, steps, job.rules, job.prefix)
+        if slots > 1 and self.has_small_pools(job.rules):
+            slots = min(slots, _size_within(SMALL_POOL // width))
+            newcomers = min(4 * slots, _size_within(4 * SMALL_POOL // width))
+            capacity = in_blocks(min(2 * width, steps), 1)
+            shape = PoolShape(slots, newcomers, width, capacity, steps, job.prefix)
+        return shape
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.
@@ -297,8 +319,13 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in BATCHES if size < most), most]
 
 
+def _size_within(most: int) -> int:
+    """Return the largest usual size up to `most`, but not less than 8."""
+    return max(size for size in BATCHES if size <= max(most, 8))
+
+
 def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0) -> PoolShape:
-    """Return the shape of a pool of so many sentences.
+    """Return the shape of a pool of so many sentences, which may all join in one call.
 
     Attention reads the whole capacity. Few translations need much more than their source, and
     hypotheses share most of their tokens. A GPU reads a cache that holds all tokens in less time
@@ -308,7 +335,7 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     beam = rules.beam_size
     most = steps * beam
     if slots == 1:
-        return PoolShape(slots, width, most, steps, prefix)
+        return PoolShape(slots, slots, width, most, steps, prefix)
     tokens = width + width // 8 + 4
     if rules.competing and not rules.early_stopping:
         # An exact search goes on for long after the best translation has ended.
@@ -316,7 +343,8 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
     capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
     if target_platform() == "cuda" and slots * most <= MOST_ENTRIES:
         capacity = most
-    return PoolShape(slots, width, in_blocks(min(capacity, most), beam), steps, prefix)
+    capacity = in_blocks(min(capacity, most), beam)
+    return PoolShape(slots, slots, width, capacity, steps, prefix)
 
 
 @contextlib.contextmanager

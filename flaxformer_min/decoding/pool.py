@@ -28,14 +28,16 @@ JOINING = 32
 class PoolShape:
     """The sizes that a pool is compiled for, on each device.
 
-    slots:    sentences at once, and most newcomers of a call.
-    width:    tokens that sources are padded to.
-    capacity: new tokens that the cache of a sentence has room for, all hypotheses together.
-    steps:    most new tokens of any sentence.
-    prefix:   tokens that forced prefixes are padded to.
+    slots:     sentences at once.
+    newcomers: most newcomers of a call.
+    width:     tokens that sources are padded to.
+    capacity:  new tokens that the cache of a sentence has room for, all hypotheses together.
+    steps:     most new tokens of any sentence.
+    prefix:    tokens that forced prefixes are padded to.
     """
 
     slots: int
+    newcomers: int
     width: int
     capacity: int
     steps: int
@@ -44,8 +46,8 @@ class PoolShape:
     @property
     def part(self) -> int:
         """How many newcomers are begun at once."""
-        part = max(self.slots // 4, 8)
-        return part if self.slots % part == 0 else self.slots
+        part = max(self.newcomers // 4, 8)
+        return part if self.newcomers % part == 0 else self.newcomers
 
 
 class Newcomers(NamedTuple):
@@ -56,11 +58,11 @@ class Newcomers(NamedTuple):
     """
 
     count: Int[Array, ""]
-    source: Int[Array, "slots width"]
-    max_length: Int[Array, " slots"]
-    line: Int[Array, " slots"]
-    seed: UInt32[Array, "slots words"] | None
-    prefix: Int[Array, "slots prefix"] | None
+    source: Int[Array, "newcomers width"]
+    max_length: Int[Array, " newcomers"]
+    line: Int[Array, " newcomers"]
+    seed: UInt32[Array, "newcomers words"] | None
+    prefix: Int[Array, "newcomers prefix"] | None
 
 
 class Pool(NamedTuple):
@@ -134,7 +136,7 @@ def run(
     """
     pool = _leave(pool)
     search = search_of(models, params, rules)
-    none = jnp.zeros(shape.slots, jnp.int32)
+    none = jnp.zeros(shape.newcomers, jnp.int32)
     begun = Pool(_begin_by_parts(begin, params, newcomers, shape), none.astype(bool), none)
 
     def step(now: _Call) -> _Call:
@@ -152,7 +154,7 @@ def run(
         can_join = (now.report.joined < newcomers.count) & (active + idle > 0)
         return can_join | (active > shape.slots - least_idle)
 
-    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool)))
+    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, shape.newcomers)))
     return _ended(now)
 
 
@@ -174,7 +176,7 @@ def finish(
     now = jax.lax.while_loop(
         lambda now: _count_active(now.pool) > 0,
         lambda now: _step(search, now, shape),
-        _Call(few, _empty_report(few)),
+        _Call(few, _empty_report(few, 0)),
     )
     return _ended(now)
 
@@ -203,9 +205,9 @@ def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
 def _begin_by_parts(
     begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
 ) -> State:
-    """Return the state of all newcomers: often fewer than slots, and in the end none."""
+    """Return the state of all newcomers: often fewer than there may be, and in the end none."""
     part = shape.part
-    if part == shape.slots:
+    if part == shape.newcomers:
         return begin(params, newcomers)
 
     def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
@@ -213,7 +215,7 @@ def _begin_by_parts(
         state = begin(params, _taken(newcomers, first, part))
         return first + part, _put(begun, state, first)
 
-    nobody = _zeros(jax.eval_shape(begin, params, _taken(newcomers, 0, part)), shape.slots)
+    nobody = _zeros(jax.eval_shape(begin, params, _taken(newcomers, 0, part)), shape.newcomers)
     _, begun = jax.lax.while_loop(
         lambda now: now[0] < newcomers.count, begin_part, (jnp.int32(0), nobody)
     )
@@ -330,9 +332,9 @@ def _count_idle(pool: Pool) -> Int[Array, ""]:
     return (~pool.state.is_alive()).sum(dtype=jnp.int32)
 
 
-def _empty_report(pool: Pool) -> Report:
+def _empty_report(pool: Pool, newcomers: int) -> Report:
     slots, zero = pool.paused.size, jnp.int32(0)
-    nothing = _zeros(_outcome(pool), 2 * slots)
+    nothing = _zeros(_outcome(pool), slots + newcomers)
     return Report(zero, zero, zero, jnp.arange(slots, dtype=jnp.int32), pool.paused, nothing)
 
 

@@ -135,7 +135,7 @@ class Job:
         return jax.tree.map(lambda *arrays: np.stack(arrays), *each)
 
     def _newcomers(self, lines: list[int], shape: PoolShape) -> Newcomers:
-        rows = shape.slots
+        rows = shape.newcomers
         numbers = [(self.limit(line), line) for line in lines] + [(1, 0)] * (rows - len(lines))
         limits, numbers = np.ascontiguousarray(np.array(numbers, np.int32).T)
         seed = prefix = None
@@ -186,7 +186,7 @@ class Lanes:
         self.joining: list[list[int]] = [[] for _ in self.lines]
         while not self._is_crowded() and self._can_join():
             of_device = min(self.joining, key=len)
-            if len(of_device) == self.shape.slots:
+            if len(of_device) == self.shape.newcomers:
                 break
             of_device.append(self.waiting.pop())
         self._prepare(alive)
@@ -204,7 +204,9 @@ class Lanes:
 
     def _is_crowded(self) -> bool:
         """Return whether so many sentences pause that no others may begin: they take memory."""
-        return self.shape is not None and 2 * len(self.paused) >= self.shape.slots * len(self.lines)
+        if self.shape is None:
+            return False
+        return 2 * len(self.paused) >= self.shape.newcomers * len(self.lines)
 
     def _can_join(self) -> bool:
         """Return whether the pool suits the next line that waits."""
@@ -250,9 +252,10 @@ class Lanes:
             return slots - slots // FEWER
         if not any(self.joining):
             # Those that could go on here found no idle slot, so at least one step is taken.
-            can_resume = any(self._can_resume(line, self.shape) for line in self.paused)
-            return -(-slots // 4) if can_resume else slots
-        if waiting < slots * len(self.lines) and not self._can_join():
+            if any(self._can_resume(line, self.shape) for line in self.paused):
+                return min(-(-self.shape.newcomers // 4), -(-slots // 2))
+            return slots - self._fullest() // 2  # the next shape may have room for half of them
+        if waiting < self.shape.newcomers * len(self.lines) and not self._can_join():
             return -(-slots // 2)  # for a larger shape takes longer for each that is alive
         return -(-slots // 16)
 
@@ -285,9 +288,11 @@ class Lanes:
         width = max(map(self.job.width, [*alive, *following]))
         if fullest:
             width = max(width, self.shape.width)
-        # A pool of its own would be compiled for little if only few lines had this width.
+        # A pool of its own would be compiled for little if only few lines had this width. In small
+        # pools more are few, because width costs them less.
         quarter = runner.most_sentences() // 4
-        widths = [self.job.width(line) for line in self.waiting[::-1][: quarter * devices]]
+        few = runner.most_sentences() if runner.has_small_pools(job.rules) else quarter
+        widths = [self.job.width(line) for line in self.waiting[::-1][: few * devices]]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
         fitting = [line for line in (*self.waiting, *self.paused) if self.job.width(line) <= width]
         least = max(fullest, quarter) if fullest else 0
