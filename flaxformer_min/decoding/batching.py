@@ -275,13 +275,9 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        shape = pool_shape(slots, width, steps, job.rules, job.prefix)
         if slots > 1 and self.has_small_pools(job.rules):
-            slots = min(slots, _size_within(SMALL_POOL // width))
-            newcomers = min(4 * slots, _size_within(4 * SMALL_POOL // width))
-            capacity = in_blocks(min(2 * width, steps), 1)
-            shape = PoolShape(slots, newcomers, width, capacity, steps, job.prefix)
-        return shape
+            return _small_shape(slots, width, steps, job.prefix)
+        return pool_shape(slots, width, steps, job.rules, job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.
@@ -319,11 +315,6 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in BATCHES if size < most), most]
 
 
-def _size_within(most: int) -> int:
-    """Return the largest usual size up to `most`, but not less than 8."""
-    return max(size for size in BATCHES if size <= max(most, 8))
-
-
 def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0) -> PoolShape:
     """Return the shape of a pool of so many sentences, which may all join in one call.
 
@@ -345,6 +336,22 @@ def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0
         capacity = most
     capacity = in_blocks(min(capacity, most), beam)
     return PoolShape(slots, slots, width, capacity, steps, prefix)
+
+
+def _small_shape(slots: int, width: int, steps: int, prefix: int) -> PoolShape:
+    """Return the shape of a small pool, in which each sentence has one hypothesis.
+
+    With room for twice the tokens of a source few sentences pause. More newcomers than slots join
+    in a call, because a call takes as long as several steps of so few.
+    """
+    slots = min(slots, _usual_size(SMALL_POOL // width))
+    newcomers = min(4 * slots, _usual_size(4 * SMALL_POOL // width))
+    return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
+
+
+def _usual_size(most: int) -> int:
+    """Return the largest usual size up to `most`, but not less than 8."""
+    return max(size for size in BATCHES if size <= max(most, 8))
 
 
 @contextlib.contextmanager
