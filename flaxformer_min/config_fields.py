@@ -120,11 +120,21 @@ def differences(old: Any, new: Any) -> list[str]:
     ['model.d_ff: 2048 in the run, 64 now']
     """
     return [
-        f"{group.name}.{field.name}: {before!r} in the run, {now!r} now"
+        line
         for group in dataclasses.fields(old)
-        for field in dataclasses.fields(getattr(old, group.name))
+        for line in differences_of_group(
+            group.name, getattr(old, group.name), getattr(new, group.name)
+        )
+    ]
+
+
+def differences_of_group(name: str, old: Any, new: Any) -> list[str]:
+    """Return the `differences` of one group, such as "model"."""
+    return [
+        f"{name}.{field.name}: {before!r} in the run, {now!r} now"
+        for field in dataclasses.fields(old)
         if not field.metadata["may_change"]
-        for before in [getattr(getattr(old, group.name), field.name)]
-        for now in [getattr(getattr(new, group.name), field.name)]
+        for before in [getattr(old, field.name)]
+        for now in [getattr(new, field.name)]
         if before != now
     ]

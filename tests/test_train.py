@@ -220,6 +220,18 @@ def test_a_run_begins_from_one_of_the_same_model_only(config, tmp_path):
         train(nowhere, tmp_path / "none")
 
 
+def test_a_run_begins_from_one_with_learned_positions_for_rows_of_its_own(config, tmp_path):
+    """They are as many as a row has tokens, which here is not the default."""
+    learned = changed(config, "model", positional_encoding="learned", max_positions=24)
+    former = tmp_path / "former"
+    train(with_steps(learned, 1), former)
+    beginning = changed(with_steps(learned, 1), "training", init_from=str(former))
+    assert train(beginning, tmp_path / "run").step == 1
+    plain = with_steps(config, 1, init_from=str(former))
+    with pytest.raises(ValueError, match=r"model.max_positions: 24 in the run, 0 now"):
+        train(plain, tmp_path / "plain")
+
+
 SEPARATE = {"embeddings": "separate", "source_vocab_size": 280}
 
 

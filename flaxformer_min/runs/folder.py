@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
+from flaxformer_min.config_fields import differences_of_group
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, steps_of
@@ -217,7 +218,7 @@ class RunFolder:
         # Fused attention excludes attention dropout, so both come from the same model.
         may_differ = {name: getattr(model, name) for name in (*DROPOUTS, "attention")}
         own = dataclasses.replace(self.config().model, **may_differ)
-        if differing := differences(Config(model=own), Config(model=model)):
+        if differing := differences_of_group("model", own, model):
             raise ValueError(
                 f"training.init_from needs a run of the same model; {self.path} differs:\n  "
                 + "\n  ".join(differing)
