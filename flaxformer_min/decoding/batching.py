@@ -151,7 +151,7 @@ class BatchRunner:
         return self.batch_size or USUAL_BATCH[self.kind]
 
     def has_small_pools(self, rules: Rules) -> bool:
-        """Return whether fewer sentences than join in a call are in a pool at once."""
+        """Return whether pools are small (see `SMALL_MODEL`)."""
         by_default = self.kind == "cpu" and self.batch_size is None
         return by_default and self.is_small and rules.beam_size == 1
 
@@ -268,9 +268,8 @@ class BatchRunner:
         """Return the shape of a pool for so many sentences, `at_least` as many on each device."""
         # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
-        first = max(8, 3 * share // 4)
         most = self.most_sentences()
-        slots = max(size for size in _sizes(most) if size <= first)
+        slots = _largest(_sizes(most), 3 * share // 4)
         slots = self._size(max(min(share, slots), at_least), width, most)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
@@ -342,16 +341,16 @@ def _small_shape(slots: int, width: int, steps: int, prefix: int) -> PoolShape:
     """Return the shape of a small pool, in which each sentence has one hypothesis.
 
     With room for twice the tokens of a source few sentences pause. More newcomers than slots join
-    in a call, because a call takes as long as several steps of so few.
+    in a call, because starting one takes as long as two steps of so few.
     """
-    slots = min(slots, _usual_size(SMALL_POOL // width))
-    newcomers = min(4 * slots, _usual_size(4 * SMALL_POOL // width))
+    slots = min(slots, _largest(BATCHES, SMALL_POOL // width))
+    newcomers = min(4 * slots, _largest(BATCHES, 4 * SMALL_POOL // width))
     return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
 
 
-def _usual_size(most: int) -> int:
-    """Return the largest usual size up to `most`, but not less than 8."""
-    return max(size for size in BATCHES if size <= max(most, 8))
+def _largest(sizes: Sequence[int], most: int) -> int:
+    """Return the largest of the sizes up to `most`, or up to 8 if that is more."""
+    return max(size for size in sizes if size <= max(most, 8))
 
 
 @contextlib.contextmanager
