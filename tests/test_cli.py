@@ -23,8 +23,8 @@ from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batching
-from flaxformer_min.decoding.batching import LENGTHS
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
 from flaxformer_min.plots import figures as plots
 

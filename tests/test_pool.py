@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding import batching, moves, pool, scheduling
+from flaxformer_min.decoding import batching, moves, pool, scheduling, shapes
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
@@ -260,7 +260,7 @@ def test_caches_of_a_gpu_hold_all_tokens_unless_there_are_very_many(
 ):
     """31 tokens are usual with sources of 24; each further hypothesis has a quarter of its own."""
     with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
-        shape = batching.pool_shape(slots, 24, steps, batching.Rules(beam_size=4))
+        shape = shapes.pool_shape(slots, 24, steps, batching.Rules(beam_size=4))
     assert shape.capacity == capacity
 
 

@@ -19,8 +19,8 @@ from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import scheduling
-from flaxformer_min.decoding.batching import LENGTHS, bucket
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.shapes import LENGTHS, bucket
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.attention import fused_attention
 from flaxformer_min.model.embedding import OUTPUT_KERNEL

@@ -29,21 +29,20 @@ from flaxformer_min.decoding.pool import (
     begin,
     empty_pool,
 )
-from flaxformer_min.decoding.scheduling import (
-    BATCHES,
+from flaxformer_min.decoding.scheduling import Job, Lanes, Options
+from flaxformer_min.decoding.search import Hypotheses
+from flaxformer_min.decoding.shapes import (
     LENGTHS,
     LONGEST_OF_A_FULL_BATCH,
     LONGEST_PREFIX,
     USUAL_BATCH,
-    Job,
-    Lanes,
-    Options,
     bucket,
-    in_blocks,
+    largest,
     padded,
+    pool_shape,
+    sizes,
+    small_pool_shape,
 )
-from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.model.target import target_platform
 from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
@@ -54,12 +53,6 @@ SMALL_MODEL = 1 << 22
 A step reads the weights and the caches of the pool. Where the weights are small, so should the
 caches be: they stay near the core. Larger weights are better read for more sentences at once.
 """
-
-SMALL_POOL = 16 * 24
-"""Source tokens of all sentences in a small pool."""
-
-MOST_ENTRIES = 1 << 18
-"""Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 """Compiler option for programs that run beside each other, one on each core."""
@@ -157,7 +150,7 @@ class BatchRunner:
 
     def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""
-        return _sizes(self.most_sentences())
+        return sizes(self.most_sentences())
 
     def search(
         self,
@@ -258,7 +251,7 @@ class BatchRunner:
     def _size(self, sentences: int, width: int, most: int) -> int:
         """Return the first of a few sizes that holds so many sentences, or the largest allowed."""
         full = min(most, max(self.most_tokens // width, 1))
-        return bucket(min(sentences, full), _sizes(full))
+        return bucket(min(sentences, full), sizes(full))
 
     def _padded(self, sentences: list[list[int]], rows: int) -> np.ndarray:
         width = bucket(max(map(len, sentences)), self.lengths)
@@ -269,13 +262,13 @@ class BatchRunner:
         # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
         share = -(-sentences // len(self.devices))
         most = self.most_sentences()
-        slots = _largest(_sizes(most), 3 * share // 4)
+        slots = largest(sizes(most), 3 * share // 4)
         slots = self._size(max(min(share, slots), at_least), width, most)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
         if slots > 1 and self.has_small_pools(job.rules):
-            return _small_shape(slots, width, steps, job.prefix)
+            return small_pool_shape(slots, width, steps, job.prefix)
         return pool_shape(slots, width, steps, job.rules, job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
@@ -308,49 +301,6 @@ class BatchRunner:
             mapped = on_each_device(program, self.devices, len(trees), donate)
             lowered = mapped.lower(self.params, *trees)
         return lowered.compile(SINGLE_THREADED if self.cores > 1 else None)
-
-
-def _sizes(most: int) -> list[int]:
-    return [*(size for size in BATCHES if size < most), most]
-
-
-def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0) -> PoolShape:
-    """Return the shape of a pool of so many sentences, which may all join in one call.
-
-    Attention reads the whole capacity. Few translations need much more than their source, and
-    hypotheses share most of their tokens. A GPU reads a cache that holds all tokens in less time
-    than it takes to move the sentences that outgrow a smaller one, so up to `MOST_ENTRIES` it has
-    that capacity.
-    """
-    beam = rules.beam_size
-    most = steps * beam
-    if slots == 1:
-        return PoolShape(slots, slots, width, most, steps, prefix)
-    tokens = width + width // 8 + 4
-    if rules.competing and not rules.early_stopping:
-        # An exact search goes on for long after the best translation has ended.
-        tokens = width + width // 2 + 4
-    capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
-    if target_platform() == "cuda" and slots * most <= MOST_ENTRIES:
-        capacity = most
-    capacity = in_blocks(min(capacity, most), beam)
-    return PoolShape(slots, slots, width, capacity, steps, prefix)
-
-
-def _small_shape(slots: int, width: int, steps: int, prefix: int) -> PoolShape:
-    """Return the shape of a small pool, in which each sentence has one hypothesis.
-
-    With room for twice the tokens of a source few sentences pause. More newcomers than slots join
-    in a call, because starting one takes as long as two steps of so few.
-    """
-    slots = min(slots, _largest(BATCHES, SMALL_POOL // width))
-    newcomers = min(4 * slots, _largest(BATCHES, 4 * SMALL_POOL // width))
-    return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
-
-
-def _largest(sizes: Sequence[int], most: int) -> int:
-    """Return the largest of the sizes up to `most`, or up to 8 if that is more."""
-    return max(size for size in sizes if size <= max(most, 8))
 
 
 @contextlib.contextmanager

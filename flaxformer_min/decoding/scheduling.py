@@ -22,28 +22,13 @@ from flaxformer_min.decoding.pool import (
     run,
 )
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.tokens import PAD
-
-LENGTHS = (24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens that sentences are padded to; no source may be longer than the last."""
-
-LONGEST_PREFIX = 2 * LENGTHS[-1]
-"""Most tokens of a forced prefix."""
-
-BATCHES = (1, 8, 16, 32, 64, 128, 256)
-"""Sentences that a pool has, on each device; the configured batch size is the last."""
-
-USUAL_BATCH = {"cpu": 64, "accelerator": 256}
-"""Most sentences at once on each device, unless a number is configured."""
+from flaxformer_min.decoding.shapes import bucket, in_blocks, padded
 
 WIDEST = 4
 """A sentence is padded to at most this many times its own padded width."""
 
 FEWER = 3
 """When no further sentence can join, a pool shrinks to a third of its slots if the rest fits."""
-
-LONGEST_OF_A_FULL_BATCH = 128
-"""Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,30 +354,3 @@ class Lanes:
                 self.shape.capacity, [array[row : row + 1] for array in arrays]
             )
             self.lines[device][slot] = None
-
-
-def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:
-    """Return token ids as rows, PAD where there is none."""
-    ids = np.full((rows, width), PAD, np.int32)
-    for row, sentence in zip(ids, sentences, strict=False):
-        row[: len(sentence)] = sentence
-    return ids
-
-
-def bucket(length: int, sizes: Sequence[int]) -> int:
-    """Return the first of the increasing `sizes` that is at least `length`.
-
-    >>> bucket(30, LENGTHS)
-    40
-    """
-    return next(size for size in sizes if size >= length)
-
-
-def in_blocks(entries: int, beam_size: int) -> int:
-    """Return the next capacity that a CPU's vector units serve without a slow remainder.
-
-    >>> in_blocks(22, 1), in_blocks(54, 4)
-    (24, 64)
-    """
-    block = 8 if beam_size == 1 else 16
-    return -(-entries // block) * block

@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn
 
 from flaxformer_min.config import DecodingConfig
-from flaxformer_min.decoding.batching import LONGEST_PREFIX, BatchRunner, Options
+from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.models import (
     check_sows,
     model_of_run,
@@ -22,6 +22,7 @@ from flaxformer_min.decoding.models import (
     with_explicit_attention,
 )
 from flaxformer_min.decoding.search import Hypotheses
+from flaxformer_min.decoding.shapes import LONGEST_PREFIX
 from flaxformer_min.runs.folder import Restored, RunFolder
 from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
@@ -220,7 +221,7 @@ class Translator:
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
         is no constraint. A source with more tokens
-        than the last of `batching.LENGTHS` is truncated and logged as a warning, with its number
+        than the last of `shapes.LENGTHS` is truncated and logged as a warning, with its number
         counted from `first_line`. Raises Stopped between two batches once `stop()`.
         """
         _check_list("lines", lines)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxformer_min.decoding.batching import LENGTHS
+from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.interop.run_model import (
     ParamsTree,
     RunModel,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding.batching import LENGTHS
+from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.interop.marian_tensors import (
     FINAL_BIAS,
     Tensor,

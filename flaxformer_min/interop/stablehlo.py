@@ -17,8 +17,8 @@ from flax import traverse_util
 from jax import export
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding.batching import LENGTHS
 from flaxformer_min.decoding.search import no_prefix, search
+from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe
 from flaxformer_min.model.attention import batched_attention_weights, batched_weighted_sum
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention

@@ -1,0 +1,104 @@
+"""The few shapes that programs are compiled for.
+
+Each shape costs a compilation, and memory for the program; padding costs time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flaxformer_min.decoding.pool import PoolShape, Rules
+from flaxformer_min.model.target import target_platform
+from flaxformer_min.tokens import PAD
+
+LENGTHS = (24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens that sentences are padded to; no source may be longer than the last."""
+
+LONGEST_PREFIX = 2 * LENGTHS[-1]
+"""Most tokens of a forced prefix."""
+
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
+"""Sentences that a pool has, on each device; the configured batch size is the last."""
+
+USUAL_BATCH = {"cpu": 64, "accelerator": 256}
+"""Most sentences at once on each device, unless a number is configured."""
+
+LONGEST_OF_A_FULL_BATCH = 128
+"""Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
+
+SMALL_POOL = 16 * 24
+"""Source tokens of all sentences in a small pool."""
+
+MOST_ENTRIES = 1 << 18
+"""Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
+
+
+def sizes(most: int) -> list[int]:
+    """Return the numbers of sentences that a pool may have, if it has at most so many."""
+    return [*(size for size in BATCHES if size < most), most]
+
+
+def pool_shape(slots: int, width: int, steps: int, rules: Rules, prefix: int = 0) -> PoolShape:
+    """Return the shape of a pool of so many sentences, which may all join in one call.
+
+    Attention reads the whole capacity. Few translations need much more than their source, and
+    hypotheses share most of their tokens. A GPU reads a cache that holds all tokens in less time
+    than it takes to move the sentences that outgrow a smaller one, so up to `MOST_ENTRIES` it has
+    that capacity.
+    """
+    beam = rules.beam_size
+    most = steps * beam
+    if slots == 1:
+        return PoolShape(slots, slots, width, most, steps, prefix)
+    tokens = width + width // 8 + 4
+    if rules.competing and not rules.early_stopping:
+        # An exact search goes on for long after the best translation has ended.
+        tokens = width + width // 2 + 4
+    capacity = tokens * (beam + 3) // 4 if rules.competing else tokens * beam
+    if target_platform() == "cuda" and slots * most <= MOST_ENTRIES:
+        capacity = most
+    capacity = in_blocks(min(capacity, most), beam)
+    return PoolShape(slots, slots, width, capacity, steps, prefix)
+
+
+def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolShape:
+    """Return the shape of a small pool, in which each sentence has one hypothesis.
+
+    With room for twice the tokens of a source few sentences pause. More newcomers than slots join
+    in a call, because starting one takes as long as two steps of so few.
+    """
+    slots = min(slots, largest(BATCHES, SMALL_POOL // width))
+    newcomers = min(4 * slots, largest(BATCHES, 4 * SMALL_POOL // width))
+    return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
+
+
+def largest(sizes: Sequence[int], most: int) -> int:
+    """Return the largest of the sizes up to `most`, or up to 8 if that is more."""
+    return max(size for size in sizes if size <= max(most, 8))
+
+
+def padded(sentences: list[list[int]], rows: int, width: int) -> np.ndarray:
+    """Return token ids as rows, PAD where there is none."""
+    ids = np.full((rows, width), PAD, np.int32)
+    for row, sentence in zip(ids, sentences, strict=False):
+        row[: len(sentence)] = sentence
+    return ids
+
+
+def bucket(length: int, sizes: Sequence[int]) -> int:
+    """Return the first of the increasing `sizes` that is at least `length`.
+
+    >>> bucket(30, LENGTHS)
+    40
+    """
+    return next(size for size in sizes if size >= length)
+
+
+def in_blocks(entries: int, beam_size: int) -> int:
+    """Return the next capacity that a CPU's vector units serve without a slow remainder.
+
+    >>> in_blocks(22, 1), in_blocks(54, 4)
+    (24, 64)
+    """
+    block = 8 if beam_size == 1 else 16
+    return -(-entries // block) * block
