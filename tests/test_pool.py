@@ -149,13 +149,14 @@ def expect_as_alone(found, table, sources, extra, enough=1e9, **settings):
 
 @pytest.fixture
 def schedule(monkeypatch):
-    """The shapes of all pools, the lines that paused, and the most that did so at once."""
+    """The shapes of all pools but the last ones, the lines that paused, and the most at once."""
     shapes, paused, most = [], set(), [0]
     build, pause = scheduling.Lanes._build, scheduling.Lanes._pause
 
-    def building(self, shape, resumed):
-        shapes.append(shape)
-        build(self, shape, resumed)
+    def building(self, shape, resumed, arrays):
+        if arrays.paused.shape[1] == shape.slots:
+            shapes.append(shape)
+        build(self, shape, resumed, arrays)
 
     def pausing(self, device, slots):
         pause(self, device, slots)
@@ -180,7 +181,7 @@ def schedule(monkeypatch):
 def test_sentences_that_join_move_and_pause_are_searched_as_alone(cores, devices, kind, schedule):
     """The pool gets wider twice, and some translations outgrow it and go on in the next."""
     shapes, paused, _ = schedule
-    lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
+    lengths = [*[52] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
     table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
     found, runner = find(
@@ -225,7 +226,7 @@ def as_on_a_gpu():
 def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(schedule, devices):
     """To the same pools as numpy would build. Newcomers join together, and nobody pauses."""
     shapes, paused, _ = schedule
-    lengths = [*[44] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
+    lengths = [*[52] * 9, *[30] * 20, *range(3, 15), *[9] * 22, 12]
     sources = make_sources(np.random.default_rng(1).permutation(lengths).tolist())
     table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 2}
     options = {"max_extra_tokens": 20, "early_stopping": True, **settings}
@@ -279,14 +280,47 @@ def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):
 def test_the_last_sentences_may_outgrow_the_fewer_slots_in_which_they_go_on(
     monkeypatch, schedule, devices
 ):
-    """Those that do so go on in a larger pool, even where idle slots came along with them."""
-    monkeypatch.setattr(scheduling, "FEWER", 1)  # as soon as nobody waits
+    """Those that do so go on in a larger pool."""
+    monkeypatch.setitem(shapes.LAST, "cpu", 1)  # as soon as nobody waits
+    monkeypatch.setattr(scheduling.Job, "rooms", lambda job, tokens: (64, 3 * tokens))
     _, paused, _ = schedule
     sources, settings = make_sources([9] * 9), {"beam_size": 3, "n_best": 2}
     table = make_table(eos=0.7)
     found, runner = find(table, sources, devices=devices, max_extra_tokens=90, **settings)
     assert [key[0] for key in runner._programs][:2] == ["run", "finish"]
     assert 0 < len(paused) < len(sources)
+    expect_as_alone(found, table, sources, extra=90, **settings)
+
+
+@pytest.mark.parametrize(
+    "kind, beam, slots, expected",
+    [
+        ("cpu", 4, 64, (8, 24)),
+        ("cpu", 4, 8, (1, 3)),
+        ("cpu", 1, 64, (8, 24)),
+        ("cpu", 1, 8, (2, 2)),
+        ("cpu", 1, 3, (1, 1)),
+        ("accelerator", 4, 256, (85, 1)),
+    ],
+)
+def test_on_a_cpu_half_of_a_pool_is_last_and_takes_few_slots_in_turn(kind, beam, slots, expected):
+    """On an accelerator it is a third, and all of them have slots."""
+    shape = shapes.last_shape(PoolShape(slots, slots, 24, 64, 74), 160, kind, beam)
+    assert shape == PoolShape(*expected, 24, 160, 74)
+
+
+def test_sentences_that_paused_go_on_among_the_last(monkeypatch):
+    sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
+    table, last, build = make_table(eos=1.2), [], scheduling.Lanes._build
+
+    def building(self, shape, resumed, arrays):
+        if arrays.paused.shape[1] > shape.slots:
+            last.extend(resumed)
+        build(self, shape, resumed, arrays)
+
+    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    found, _ = find(table, sources, 16, max_extra_tokens=90, **settings)
+    assert last == [19, 23]
     expect_as_alone(found, table, sources, extra=90, **settings)
 
 
@@ -316,9 +350,10 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
     limits = [len(source) + 3 for source in sources.values()]
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
-    assert usage.steps == max(limits)
-    # Two are left after twelve steps, and go on in so many slots.
-    assert usage.computed == 12 * 8 * 4 + 7 * 2 * 4
+    # Four are left after eight steps of 8 slots. They take one in turn.
+    last = sum(limit - 8 for limit in limits)
+    assert usage.steps == 8 + last
+    assert usage.computed == 8 * 8 * 4 + last * 4
 
 
 def test_a_pool_stays_full():
@@ -336,7 +371,7 @@ def test_a_pool_stays_full():
 
 def test_lines_are_sorted_by_width_and_then_the_longest_first():
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
-    sources = make_sources([9, 41, 24, 25, 24, 40])
+    sources = make_sources([9, 49, 24, 25, 24, 48])
     job = scheduling.Job(runner, sources, {}, Options(), 0)
     assert sorted(sources, key=job.order) == [3, 5, 1, 6, 4, 2]
 
@@ -440,7 +475,7 @@ def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, 
 
 @pytest.mark.parametrize(
     "width, slots, newcomers, capacity",
-    [(24, 16, 64, 48), (40, 8, 32, 80), (64, 8, 16, 120), (256, 8, 8, 312)],
+    [(24, 16, 64, 48), (48, 8, 32, 96), (64, 8, 16, 120), (256, 8, 8, 312)],
 )
 def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers, capacity):
     """Of 384 source tokens, with room for twice as many new ones; a large model has others."""
@@ -475,9 +510,9 @@ def test_a_small_pool_moves_on_when_the_next_has_room_for_half_of_it(monkeypatch
     """Those of 16 slots do not have to be done before 200 longer ones begin in 8 slots."""
     alive, build = {}, scheduling.Lanes._build
 
-    def building(self, shape, resumed):
+    def building(self, shape, *arguments):
         alive.setdefault(shape.slots, self._fullest())
-        build(self, shape, resumed)
+        build(self, shape, *arguments)
 
     monkeypatch.setattr(scheduling.Lanes, "_build", building)
     sources = make_sources([*range(5, 25)] * 5 + [60] * 200)

@@ -28,6 +28,7 @@ from flaxformer_min.decoding.pool import (
     Rules,
     begin,
     empty_pool,
+    last_pool,
 )
 from flaxformer_min.decoding.scheduling import Job, Lanes, Options
 from flaxformer_min.decoding.search import Hypotheses
@@ -131,13 +132,21 @@ class BatchRunner:
 
     def pool_arrays(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
         """Return the shapes and types of the devices' pools; those of `newcomers` are given."""
-        if (rules, shape) not in self._pool_arrays:
+        key = "run", rules, shape
+        if key not in self._pool_arrays:
             program = partial(empty_pool, begin=self.begin(rules, shape), shape=shape)
             # On the devices as `run`, so that `begin` is traced once for both.
             mapped = on_each_device(program, self.devices, trees=1)
             with _explain_mismatch():
-                self._pool_arrays[rules, shape] = jax.eval_shape(mapped, self.params, newcomers)
-        return self._pool_arrays[rules, shape]
+                self._pool_arrays[key] = jax.eval_shape(mapped, self.params, newcomers)
+        return self._pool_arrays[key]
+
+    def last_arrays(self, rules: Rules, shape: PoolShape, pool: Pool) -> Pool:
+        """Return the shapes and types of the devices' last pools, which `finish` takes."""
+        key = "finish", rules, shape
+        if key not in self._pool_arrays:
+            self._pool_arrays[key] = last_pool(pool, shape)
+        return self._pool_arrays[key]
 
     def most_sentences(self) -> int:
         """Return the most sentences at once on each device."""

@@ -134,16 +134,41 @@ def run(
 
     A newcomer joins as soon as a slot is idle. Sentences that paused in an earlier call have left.
     """
-    pool = _leave(pool)
-    search = search_of(models, params, rules)
     none = jnp.zeros(shape.newcomers, jnp.int32)
     begun = Pool(_begin_by_parts(begin, params, newcomers, shape), none.astype(bool), none)
+    search = search_of(models, params, rules)
+    return _search(search, _leave(pool), begun, newcomers.count, least_idle, shape)
+
+
+def finish(
+    models: Sequence[Any], params: Sequence[Any], pool: Pool, *, rules: Rules, shape: PoolShape
+) -> tuple[Pool, Report]:
+    """Search to the end in few slots. The sentences that have none join as those that have one end.
+
+    pool: `slots` of the shape, and behind them `newcomers`, those alive first.
+    """
+    others = jax.tree.map(lambda leaf: leaf[shape.slots :], pool)
+    pool = jax.tree.map(lambda leaf: leaf[: shape.slots], pool)
+    count = others.state.is_alive().sum(dtype=jnp.int32)
+    search = search_of(models, params, rules)
+    return _search(search, pool, others, count, jnp.int32(shape.slots), shape)
+
+
+def _search(
+    search: Search,
+    pool: Pool,
+    begun: Pool,
+    count: Int[Array, ""],
+    least_idle: Int[Array, ""],
+    shape: PoolShape,
+) -> tuple[Pool, Report]:
+    """Search until `count` of those begun have joined and `least_idle` slots are idle or pause."""
 
     def step(now: _Call) -> _Call:
-        joining = jnp.minimum(_count_idle(now.pool), newcomers.count - now.report.joined)
+        joining = jnp.minimum(_count_idle(now.pool), count - now.report.joined)
         if target_platform() == "cuda":
             turns = -(-joining // JOINING)
-            join = partial(_join_together, begun=begun, count=newcomers.count, shape=shape)
+            join = partial(_join_together, begun=begun, count=count, shape=shape)
         else:
             turns, join = joining, partial(_join, begun=begun, shape=shape)
         now = jax.lax.fori_loop(0, turns, lambda _, now: join(now), now)
@@ -151,40 +176,22 @@ def run(
 
     def is_busy(now: _Call) -> Array:
         active, idle = _count_active(now.pool), _count_idle(now.pool)
-        can_join = (now.report.joined < newcomers.count) & (active + idle > 0)
+        can_join = (now.report.joined < count) & (active + idle > 0)
         return can_join | (active > shape.slots - least_idle)
 
     now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, shape.newcomers)))
-    return _ended(now)
-
-
-def finish(
-    models: Sequence[Any],
-    params: Sequence[Any],
-    pool: Pool,
-    slots: Int[Array, " fewer"],
-    *,
-    rules: Rules,
-    shape: PoolShape,
-) -> tuple[Pool, Report]:
-    """Search to the end in fewer slots, where a step takes less time.
-
-    slots: with the sentences that are left; idle ones may be among them.
-    """
-    search = search_of(models, params, rules)
-    few = jax.tree.map(lambda leaf: leaf[slots], _leave(pool))
-    now = jax.lax.while_loop(
-        lambda now: _count_active(now.pool) > 0,
-        lambda now: _step(search, now, shape),
-        _Call(few, _empty_report(few, 0)),
-    )
-    return _ended(now)
-
-
-def _ended(now: _Call) -> tuple[Pool, Report]:
-    """Return the pool, and the report with the outcome of all that are in it."""
-    report = _record(now, jnp.arange(now.pool.paused.size, dtype=jnp.int32))
+    report = _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
     return now.pool, report._replace(paused=now.pool.paused)
+
+
+def last_pool(pool: Pool, shape: PoolShape) -> Pool:
+    """Return shapes and types of the devices' pools that `finish` takes."""
+    rows = shape.slots + shape.newcomers
+
+    def resized(pool: Pool) -> Pool:
+        return _with_room(_zeros(pool, rows), shape)
+
+    return jax.eval_shape(jax.vmap(resized), pool)
 
 
 def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:

@@ -22,13 +22,10 @@ from flaxformer_min.decoding.pool import (
     run,
 )
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.decoding.shapes import bucket, in_blocks, padded
+from flaxformer_min.decoding.shapes import bucket, in_blocks, last_shape, most_last, padded
 
 WIDEST = 4
 """A sentence is padded to at most this many times its own padded width."""
-
-FEWER = 3
-"""When no further sentence can join, a pool shrinks to a third of its slots if the rest fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Lanes:
         alive = [line for slots in self.lines for line in slots if line is not None]
         if not (alive or self.waiting or self.paused):
             return False
-        if alive and not self._following(alive) and self._fullest() <= self.shape.slots // FEWER:
+        if self.shape is not None and self._fullest() <= self._most_last(alive):
             self._prepare_finish()
             return True
         if self._is_crowded() or not self._can_join():
@@ -218,23 +215,41 @@ class Lanes:
         arrays = self.pool, *self.arguments
         self.program = runner.compiled(("run", rules, shape), program, *arrays, donate=(1,))
 
+    def _most_last(self, alive: list[int]) -> int:
+        """Return how many may be alive for `finish`; -1 while others may follow them."""
+        widest, resumed = self._widest(alive), self._resumed_last()
+        follows = any(self.job.width(line) <= widest for line in self.waiting[-1:])
+        if follows or not (alive or resumed):
+            return -1
+        return max(most_last(self.shape.slots, self.job.runner.kind) - len(resumed), -1)
+
+    def _resumed_last(self) -> list[int]:
+        """Return the lines that pause and go on with the last of this pool."""
+        return [line for line in self.paused if self._suits(self.shape.width, line)]
+
     def _prepare_finish(self) -> None:
-        """Prepare `finish` for the sentences that are left, as `_prepare` does `run`."""
-        runner, shape, rules = self.job.runner, self.shape, self.job.rules
-        idle = [[line is None for line in lines] for lines in self.lines]
-        order = np.argsort(idle, axis=1, kind="stable").astype(np.int32)  # idle ones last
-        slots = order[:, : shape.slots // FEWER]
-        self.arguments, self.joining = (slots,), [[] for _ in self.lines]
-        self.lines = np.take_along_axis(np.array(self.lines, object), slots, axis=1).tolist()
+        """Prepare `finish` for those that are left, as `_prepare` does `run`.
+
+        They get so much room that hardly any will pause again.
+        """
+        runner, old, rules = self.job.runner, self.shape, self.job.rules
+        resumed = self._resumed_last()
+        room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
+        capacity = bucket(room, (*self.job.rooms(old.steps), room))
+        shape = last_shape(old, capacity, runner.kind, rules.beam_size)
+        self._build(shape, resumed, runner.last_arrays(rules, shape, self.pool))
+        rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
+        # Those alive are the first in the rows.
+        self.joining = [[line for line in each[shape.slots :] if line is not None] for each in rows]
+        self.arguments = ()
         program = partial(finish, runner.models, rules=rules, shape=shape)
-        self.program = runner.compiled(("finish", rules, shape), program, self.pool, slots)
-        self.shape = dataclasses.replace(shape, slots=slots.shape[1])
+        self.program = runner.compiled(("finish", rules, shape), program, self.pool)
 
     def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
         slots, waiting = self.shape.slots, len(self.waiting) + len(self.paused)
-        if not self._following(alive):
-            return slots - slots // FEWER
+        if (last := self._most_last(alive)) > 0 or not self._following(alive):
+            return slots - max(last, 0)
         if not any(self.joining):
             # Those that could go on here found no idle slot, so at least one step is taken.
             if any(self._can_resume(line, self.shape) for line in self.paused):
@@ -242,7 +257,7 @@ class Lanes:
             return slots - self._fullest() // 2  # the next shape may have room for half of them
         if waiting < self.shape.newcomers * len(self.lines) and not self._can_join():
             return -(-slots // 2)  # for a larger shape takes longer for each that is alive
-        return -(-slots // 16)
+        return 1
 
     def _change_shape(self, alive: list[int]) -> None:
         """Make a pool for the next line, or move those that are alive to one, if it suits them.
@@ -260,7 +275,7 @@ class Lanes:
             shape = self.shape
         resumed = [line for line in self.paused if self._can_resume(line, shape)]
         if shape != self.shape or (resumed and self._fullest() < shape.slots):
-            self._build(shape, resumed)
+            self._build(shape, resumed, self.job.pool_arrays(shape))
 
     def _can_resume(self, line: int, shape: PoolShape) -> bool:
         """Return whether a line that pauses can go on in a pool of this shape."""
@@ -296,8 +311,9 @@ class Lanes:
         """Return the most sentences that are alive on one device."""
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
-    def _build(self, shape: PoolShape, resumed: list[int]) -> None:
+    def _build(self, shape: PoolShape, resumed: list[int], arrays: Pool) -> None:
         """Let `run` make a pool of this shape, of the sentences alive and of those resumed."""
+        most = arrays.paused.shape[1]
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
         groups: list[list[Rows]] = [[] for _ in lines]
         for device, slots in enumerate(self.lines):
@@ -306,12 +322,12 @@ class Lanes:
                 groups[device].append(leaving(self.pool, device, kept, self.job.runner))
         for line in resumed:
             device = min(range(len(lines)), key=lambda device: len(lines[device]))
-            if len(lines[device]) < shape.slots:
+            if len(lines[device]) < most:
                 lines[device].append(line)
                 groups[device].append(self.paused.pop(line).rows)
-        self.pool = self.job.pool_arrays(shape)
+        self.pool = arrays
         self.moving = arrangement(groups, self.pool, self.job.runner)
-        self.lines = [each + [None] * (shape.slots - len(each)) for each in lines]
+        self.lines = [each + [None] * (most - len(each)) for each in lines]
         self.shape = shape
 
     def run(self) -> Report:

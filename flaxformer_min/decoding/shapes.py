@@ -3,6 +3,7 @@
 Each shape costs a compilation, and memory for the program; padding costs time.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from flaxformer_min.decoding.pool import PoolShape, Rules
 from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import PAD
 
-LENGTHS = (24, 40, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LENGTHS = (24, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens that sentences are padded to; no source may be longer than the last."""
 
 LONGEST_PREFIX = 2 * LENGTHS[-1]
@@ -31,6 +32,13 @@ SMALL_POOL = 16 * 24
 
 MOST_ENTRIES = 1 << 18
 """Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
+
+LAST = {"cpu": 2, "accelerator": 3}
+"""When no further sentence can join a pool, the last ones go on in fewer slots as soon as there are
+so many times fewer of them than slots."""
+
+FEWER = 8
+"""How many times fewer slots the last sentences have on a CPU."""
 
 
 def sizes(most: int) -> list[int]:
@@ -70,6 +78,27 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     slots = min(slots, largest(BATCHES, SMALL_POOL // width))
     newcomers = min(4 * slots, largest(BATCHES, 4 * SMALL_POOL // width))
     return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
+
+
+def most_last(slots: int, kind: str) -> int:
+    """Return how many sentences of a pool are so few that they go on in fewer slots."""
+    return slots // LAST[kind]
+
+
+def last_shape(shape: PoolShape, capacity: int, kind: str, beam_size: int) -> PoolShape:
+    """Return the shape in which the last sentences of a pool go on; those without a slot wait.
+
+    A step takes a CPU about as long for each hypothesis, however many there are. So few sentences
+    have a slot, and the next takes it, so that hardly any lane is idle. On an accelerator a step
+    for few takes nearly as long as one for many, so all have slots.
+    """
+    last = most_last(shape.slots, kind)
+    slots = last
+    if kind == "cpu":
+        slots = min(last, max(shape.slots // FEWER, 2 // beam_size, 1))
+    return dataclasses.replace(
+        shape, slots=slots, newcomers=max(last - slots, 1), capacity=capacity
+    )
 
 
 def largest(sizes: Sequence[int], most: int) -> int:
