@@ -118,7 +118,7 @@ def bucket(length: int, sizes: Sequence[int]) -> int:
     """Return the first of the increasing `sizes` that is at least `length`.
 
     >>> bucket(30, LENGTHS)
-    40
+    48
     """
     return next(size for size in sizes if size >= length)
 
