@@ -281,7 +281,9 @@ def test_the_last_sentences_may_outgrow_the_fewer_slots_in_which_they_go_on(
     monkeypatch, schedule, devices
 ):
     """Those that do so go on in a larger pool."""
-    monkeypatch.setitem(shapes.LAST, "cpu", 1)  # as soon as nobody waits
+    # As soon as nobody waits.
+    for module in (scheduling, shapes):
+        monkeypatch.setattr(module, "most_last", lambda slots, in_turn: slots)
     monkeypatch.setattr(scheduling.Job, "rooms", lambda job, tokens: (64, 3 * tokens))
     _, paused, _ = schedule
     sources, settings = make_sources([9] * 9), {"beam_size": 3, "n_best": 2}
@@ -293,19 +295,20 @@ def test_the_last_sentences_may_outgrow_the_fewer_slots_in_which_they_go_on(
 
 
 @pytest.mark.parametrize(
-    "kind, beam, slots, expected",
+    "in_turn, beam, slots, expected",
     [
-        ("cpu", 4, 64, (8, 24)),
-        ("cpu", 4, 8, (1, 3)),
-        ("cpu", 1, 64, (8, 24)),
-        ("cpu", 1, 8, (2, 2)),
-        ("cpu", 1, 3, (1, 1)),
-        ("accelerator", 4, 256, (85, 1)),
+        (True, 4, 64, (8, 24)),
+        (True, 4, 8, (1, 3)),
+        (True, 1, 64, (8, 24)),
+        (True, 1, 8, (2, 2)),
+        (True, 1, 3, (1, 1)),
+        (False, 4, 256, (85, 1)),
     ],
 )
-def test_on_a_cpu_half_of_a_pool_is_last_and_takes_few_slots_in_turn(kind, beam, slots, expected):
-    """On an accelerator it is a third, and all of them have slots."""
-    shape = shapes.last_shape(PoolShape(slots, slots, 24, 64, 74), 160, kind, beam)
+def test_half_of_a_pool_takes_few_slots_in_turn_or_a_third_as_many_as_they_are(
+    in_turn, beam, slots, expected
+):
+    shape = shapes.last_shape(PoolShape(slots, slots, 24, 64, 74), 160, in_turn, beam)
     assert shape == PoolShape(*expected, 24, 160, 74)
 
 
@@ -341,8 +344,10 @@ def test_the_encoder_is_traced_once_for_each_program(monkeypatch, devices):
     assert len(traced) == len(runs)
 
 
-def test_lanes_are_counted_as_by_hand(monkeypatch):
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_lanes_are_counted_as_by_hand(monkeypatch, in_turn):
     """Without EOS, a beam of 4 needs one lane at first, then four up to the limit."""
+    monkeypatch.setattr(BatchRunner, "suits_few", lambda runner: in_turn)
     sources = make_sources([5, 9, 7, 16, 12])
     _, runner = find(
         make_table(eos=-30.0), sources, batch_size=32, max_extra_tokens=3, length_penalty=0.0
@@ -350,10 +355,13 @@ def test_lanes_are_counted_as_by_hand(monkeypatch):
     limits = [len(source) + 3 for source in sources.values()]
     usage = runner.usage
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
-    # Four are left after eight steps of 8 slots. They take one in turn.
-    last = sum(limit - 8 for limit in limits)
-    assert usage.steps == 8 + last
-    assert usage.computed == 8 * 8 * 4 + last * 4
+    if in_turn:  # Four are left after eight steps of 8 slots, and take one in turn.
+        last = sum(limit - 8 for limit in limits)
+        assert usage.steps == 8 + last
+        assert usage.computed == 8 * 8 * 4 + last * 4
+    else:  # Two are left after twelve steps, and go on in so many slots.
+        assert usage.steps == max(limits)
+        assert usage.computed == 12 * 8 * 4 + 7 * 2 * 4
 
 
 def test_a_pool_stays_full():

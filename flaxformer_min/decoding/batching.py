@@ -49,10 +49,11 @@ from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
 SMALL_MODEL = 1 << 22
-"""Most parameters with which greedy decoding on a CPU has small pools.
+"""Most parameters with which few sentences at once take a CPU no longer for each than many.
 
 A step reads the weights and the caches of the pool. Where the weights are small, so should the
-caches be: they stay near the core. Larger weights are better read for more sentences at once.
+caches be: they stay near the core. Larger weights are better read for more sentences at once. So
+with a small model greedy decoding has small pools, and the last of any pool take few slots in turn.
 """
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
@@ -152,10 +153,13 @@ class BatchRunner:
         """Return the most sentences at once on each device."""
         return self.batch_size or USUAL_BATCH[self.kind]
 
+    def suits_few(self) -> bool:
+        """Return whether few sentences take no longer for each than many (see `SMALL_MODEL`)."""
+        return self.kind == "cpu" and self.is_small
+
     def has_small_pools(self, rules: Rules) -> bool:
         """Return whether pools are small (see `SMALL_MODEL`)."""
-        by_default = self.kind == "cpu" and self.batch_size is None
-        return by_default and self.is_small and rules.beam_size == 1
+        return self.suits_few() and self.batch_size is None and rules.beam_size == 1
 
     def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""

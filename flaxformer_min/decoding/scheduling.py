@@ -221,7 +221,7 @@ class Lanes:
         follows = any(self.job.width(line) <= widest for line in self.waiting[-1:])
         if follows or not (alive or resumed):
             return -1
-        return max(most_last(self.shape.slots, self.job.runner.kind) - len(resumed), -1)
+        return max(most_last(self.shape.slots, self.job.runner.suits_few()) - len(resumed), -1)
 
     def _resumed_last(self) -> list[int]:
         """Return the lines that pause and go on with the last of this pool."""
@@ -236,7 +236,7 @@ class Lanes:
         resumed = self._resumed_last()
         room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
         capacity = bucket(room, (*self.job.rooms(old.steps), room))
-        shape = last_shape(old, capacity, runner.kind, rules.beam_size)
+        shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
         self._build(shape, resumed, runner.last_arrays(rules, shape, self.pool))
         rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
         # Those alive are the first in the rows.

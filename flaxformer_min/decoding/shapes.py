@@ -33,12 +33,8 @@ SMALL_POOL = 16 * 24
 MOST_ENTRIES = 1 << 18
 """Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
 
-LAST = {"cpu": 2, "accelerator": 3}
-"""When no further sentence can join a pool, the last ones go on in fewer slots as soon as there are
-so many times fewer of them than slots."""
-
 FEWER = 8
-"""How many times fewer slots the last sentences have on a CPU."""
+"""How many times fewer slots the last sentences of a pool have where they take turns."""
 
 
 def sizes(most: int) -> list[int]:
@@ -80,21 +76,19 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
 
 
-def most_last(slots: int, kind: str) -> int:
-    """Return how many sentences of a pool are so few that they go on in fewer slots."""
-    return slots // LAST[kind]
+def most_last(slots: int, in_turn: bool) -> int:
+    """Return how many sentences of a pool, whom no others follow, go on in fewer slots."""
+    return slots // (2 if in_turn else 3)
 
 
-def last_shape(shape: PoolShape, capacity: int, kind: str, beam_size: int) -> PoolShape:
-    """Return the shape in which the last sentences of a pool go on; those without a slot wait.
+def last_shape(shape: PoolShape, capacity: int, in_turn: bool, beam_size: int) -> PoolShape:
+    """Return the shape in which the last sentences of a pool go on.
 
-    A step takes a CPU about as long for each hypothesis, however many there are. So few sentences
-    have a slot, and the next takes it, so that hardly any lane is idle. On an accelerator a step
-    for few takes nearly as long as one for many, so all have slots.
+    in_turn: whether they take few slots in turn, so that hardly any lane is idle. That is faster
+             where a step takes about as long for each sentence, however few there are.
     """
-    last = most_last(shape.slots, kind)
-    slots = last
-    if kind == "cpu":
+    last = slots = most_last(shape.slots, in_turn)
+    if in_turn:
         slots = min(last, max(shape.slots // FEWER, 2 // beam_size, 1))
     return dataclasses.replace(
         shape, slots=slots, newcomers=max(last - slots, 1), capacity=capacity
