@@ -284,7 +284,7 @@ def test_the_last_sentences_may_outgrow_the_fewer_slots_in_which_they_go_on(
     # As soon as nobody waits.
     for module in (scheduling, shapes):
         monkeypatch.setattr(module, "most_last", lambda slots, in_turn: slots)
-    monkeypatch.setattr(scheduling.Job, "rooms", lambda job, tokens: (64, 3 * tokens))
+    monkeypatch.setattr(scheduling, "rooms", lambda tokens, rules: (64, 3 * tokens))
     _, paused, _ = schedule
     sources, settings = make_sources([9] * 9), {"beam_size": 3, "n_best": 2}
     table = make_table(eos=0.7)

@@ -22,7 +22,7 @@ from flaxformer_min.decoding.pool import (
     run,
 )
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.decoding.shapes import bucket, in_blocks, last_shape, most_last, padded
+from flaxformer_min.decoding.shapes import bucket, last_shape, most_last, padded, rooms
 
 WIDEST = 4
 """A sentence is padded to at most this many times its own padded width."""
@@ -96,15 +96,6 @@ class Job:
         """Return the most tokens of a translation, prefix and EOS included."""
         limit = self.length(line) + self.options.max_extra_tokens
         return min(limit, self.runner.max_positions or limit)
-
-    def rooms(self, tokens: int) -> tuple[int, ...]:
-        """Return the capacities for so many tokens: one that is rarely too small, and the most.
-
-        Hypotheses that compete share most of their tokens.
-        """
-        most = tokens * self.options.beam_size
-        sizes = (min(2 * tokens, most), most) if self.rules.competing else (most,)
-        return tuple(in_blocks(size, self.options.beam_size) for size in sizes)
 
     def pool_arrays(self, shape: PoolShape) -> Pool:
         """Return the shapes and types of the arrays of the devices' pools."""
@@ -202,7 +193,7 @@ class Lanes:
     def _room(self, line: int) -> int:
         """Return the capacity with which a line can go on."""
         needed = self.paused[line].capacity + 1 if line in self.paused else 0
-        return bucket(needed, (*self.job.rooms(self.job.limit(line)), needed))
+        return bucket(needed, (*rooms(self.job.limit(line), self.job.rules), needed))
 
     def _prepare(self, alive: list[int]) -> None:
         """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
@@ -235,7 +226,7 @@ class Lanes:
         runner, old, rules = self.job.runner, self.shape, self.job.rules
         resumed = self._resumed_last()
         room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
-        capacity = bucket(room, (*self.job.rooms(old.steps), room))
+        capacity = bucket(room, (*rooms(old.steps, rules), room))
         shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
         self._build(shape, resumed, runner.last_arrays(rules, shape, self.pool))
         rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
@@ -304,7 +295,7 @@ class Lanes:
         elif self._is_crowded():
             room = max([room, *(self._room(line) for line in fitting if line in self.paused)])
         # `room` itself, because a model of one's own may ask for more than all tokens need.
-        capacity = bucket(room, (shape.capacity, *job.rooms(shape.steps), room))
+        capacity = bucket(room, (shape.capacity, *rooms(shape.steps, job.rules), room))
         return dataclasses.replace(shape, capacity=capacity)
 
     def _fullest(self) -> int:

@@ -34,7 +34,7 @@ MOST_ENTRIES = 1 << 18
 """Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
 
 FEWER = 8
-"""How many times fewer slots the last sentences of a pool have where they take turns."""
+"""How many times fewer slots a pool has at its end, where the last sentences take turns."""
 
 
 def sizes(most: int) -> list[int]:
@@ -76,6 +76,16 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
 
 
+def rooms(tokens: int, rules: Rules) -> tuple[int, ...]:
+    """Return the capacities for so many tokens: one that is rarely too small, and the most.
+
+    Hypotheses that compete share most of their tokens.
+    """
+    most = tokens * rules.beam_size
+    capacities = (min(2 * tokens, most), most) if rules.competing else (most,)
+    return tuple(in_blocks(capacity, rules.beam_size) for capacity in capacities)
+
+
 def most_last(slots: int, in_turn: bool) -> int:
     """Return how many sentences of a pool, whom no others follow, go on in fewer slots."""
     return slots // (2 if in_turn else 3)
@@ -89,6 +99,7 @@ def last_shape(shape: PoolShape, capacity: int, in_turn: bool, beam_size: int) -
     """
     last = slots = most_last(shape.slots, in_turn)
     if in_turn:
+        # A step of one hypothesis takes nearly as long as one of two.
         slots = min(last, max(shape.slots // FEWER, 2 // beam_size, 1))
     return dataclasses.replace(
         shape, slots=slots, newcomers=max(last - slots, 1), capacity=capacity
