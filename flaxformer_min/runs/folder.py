@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flaxformer_min.config import DROPOUTS, Config, ModelConfig, differences
-from flaxformer_min.config_fields import differences_of_group
+from flaxformer_min.config import DROPOUTS, Config, ModelConfig
+from flaxformer_min.config_fields import differences, differences_of_group
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, steps_of
