@@ -147,23 +147,33 @@ def expect_as_alone(found, table, sources, extra, enough=1e9, **settings):
             assert score == pytest.approx(of_slow, abs=1e-4)
 
 
+def watch_builds(monkeypatch, see):
+    """Call `see` with the arguments of each `Lanes._build` before it."""
+    build = scheduling.Lanes._build
+
+    def building(*arguments):
+        see(*arguments)
+        build(*arguments)
+
+    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+
+
 @pytest.fixture
 def schedule(monkeypatch):
     """The shapes of all pools but the last ones, the lines that paused, and the most at once."""
     shapes, paused, most = [], set(), [0]
-    build, pause = scheduling.Lanes._build, scheduling.Lanes._pause
+    pause = scheduling.Lanes._pause
 
-    def building(self, shape, resumed, arrays):
+    def see(_, shape, resumed, arrays):
         if arrays.paused.shape[1] == shape.slots:
             shapes.append(shape)
-        build(self, shape, resumed, arrays)
 
     def pausing(self, device, slots):
         pause(self, device, slots)
         paused.update(self.paused)
         most[0] = max(most[0], len(self.paused))
 
-    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    watch_builds(monkeypatch, see)
     monkeypatch.setattr(scheduling.Lanes, "_pause", pausing)
     return shapes, paused, most
 
@@ -314,14 +324,13 @@ def test_half_of_a_pool_takes_few_slots_in_turn_or_a_third_as_many_as_they_are(
 
 def test_sentences_that_paused_go_on_among_the_last(monkeypatch):
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
-    table, last, build = make_table(eos=1.2), [], scheduling.Lanes._build
+    table, last = make_table(eos=1.2), []
 
-    def building(self, shape, resumed, arrays):
+    def see(_, shape, resumed, arrays):
         if arrays.paused.shape[1] > shape.slots:
             last.extend(resumed)
-        build(self, shape, resumed, arrays)
 
-    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    watch_builds(monkeypatch, see)
     found, _ = find(table, sources, 16, max_extra_tokens=90, **settings)
     assert last == [19, 23]
     expect_as_alone(found, table, sources, extra=90, **settings)
@@ -516,13 +525,12 @@ def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
 
 def test_a_small_pool_moves_on_when_the_next_has_room_for_half_of_it(monkeypatch):
     """Those of 16 slots do not have to be done before 200 longer ones begin in 8 slots."""
-    alive, build = {}, scheduling.Lanes._build
+    alive = {}
 
-    def building(self, shape, *arguments):
-        alive.setdefault(shape.slots, self._fullest())
-        build(self, shape, *arguments)
+    def see(lanes, shape, *_):
+        alive.setdefault(shape.slots, lanes._fullest())
 
-    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    watch_builds(monkeypatch, see)
     sources = make_sources([*range(5, 25)] * 5 + [60] * 200)
     find(make_table(eos=0.7), sources, None, beam_size=1, max_extra_tokens=24)
     assert alive[16] == 0

@@ -149,9 +149,8 @@ def finish(
     """
     others = jax.tree.map(lambda leaf: leaf[shape.slots :], pool)
     pool = jax.tree.map(lambda leaf: leaf[: shape.slots], pool)
-    count = others.state.is_alive().sum(dtype=jnp.int32)
     search = search_of(models, params, rules)
-    return _search(search, pool, others, count, jnp.int32(shape.slots), shape)
+    return _search(search, pool, others, _count_active(others), jnp.int32(shape.slots), shape)
 
 
 def _search(

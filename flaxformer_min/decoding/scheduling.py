@@ -303,7 +303,10 @@ class Lanes:
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
     def _build(self, shape: PoolShape, resumed: list[int], arrays: Pool) -> None:
-        """Let `run` make a pool of this shape, of the sentences alive and of those resumed."""
+        """Let `run` make a pool of this shape, of the sentences alive and of those resumed.
+
+        arrays: the shapes and types of the devices' pools.
+        """
         most = arrays.paused.shape[1]
         lines: list[list[int]] = [[] for _ in self.job.runner.devices]
         groups: list[list[Rows]] = [[] for _ in lines]

@@ -92,7 +92,7 @@ def most_last(slots: int, in_turn: bool) -> int:
 
 
 def last_shape(shape: PoolShape, capacity: int, in_turn: bool, beam_size: int) -> PoolShape:
-    """Return the shape in which the last sentences of a pool go on.
+    """Return the shape in which the last sentences of a pool go on; `newcomers` have no slot yet.
 
     in_turn: whether they take few slots in turn, so that hardly any lane is idle. That is faster
              where a step takes about as long for each sentence, however few there are.
@@ -101,9 +101,8 @@ def last_shape(shape: PoolShape, capacity: int, in_turn: bool, beam_size: int) -
     if in_turn:
         # A step of one hypothesis takes nearly as long as one of two.
         slots = min(last, max(shape.slots // FEWER, 2 // beam_size, 1))
-    return dataclasses.replace(
-        shape, slots=slots, newcomers=max(last - slots, 1), capacity=capacity
-    )
+    newcomers = max(last - slots, 1)  # a row for nobody, because none cannot be read
+    return dataclasses.replace(shape, slots=slots, newcomers=newcomers, capacity=capacity)
 
 
 def largest(sizes: Sequence[int], most: int) -> int:
