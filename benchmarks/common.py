@@ -7,7 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
-import resource
+import re
 import signal
 import statistics
 import sys
@@ -167,8 +167,12 @@ def _kill(process: BaseProcess) -> None:
 
 
 def peak_memory() -> int:
-    """Return the peak of this process's resident memory in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return the peak of this process's resident memory in bytes.
+
+    `resource.getrusage` would tell the parent's peak at the start of this process, if it is more.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def alternate(contenders: Sequence[Contender], rounds: int) -> None:
@@ -360,3 +364,8 @@ def report_parts(
         print(f"\n{name}:\n\n{table(rows)}" if len(parts) > 1 else f"\n{table(rows)}")
     if file is not None:
         file.write_text(json.dumps({"title": title, **parts}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    # The options of train.py for a size: python benchmarks/common.py base
+    print(*(f"--model.{name.replace('_', '-')} {n}" for name, n in SIZES[sys.argv[1]].items()))

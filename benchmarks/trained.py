@@ -2,13 +2,15 @@
 
 CTranslate2 has the same weights, through this package's own export, and is given what suits it:
 sentences sorted by length, the better number of threads and batch size, and for each batch a limit
-of its own. `benchmarks/decoding.py --run RUN` calls it.
+of its own. On a GPU ours computes in bfloat16, CTranslate2 in float16; it is left out if it fails
+there. `benchmarks/decoding.py --run RUN` calls it.
 """
 
 import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,21 @@ from common import (
     fastest,
     machine,
     peak_memory,
+    peers_of,
     ratio,
     report,
 )
 
 OURS = "flaxformer_min"
 
-BLEU_TOLERANCE = {"float32": 0.1, "int8": 0.3}
-"""Most that the BLEU of CTranslate2 may differ from ours."""
+BLEU_TOLERANCE = {"float32": 0.1, "int8": 0.3, "float16": 0.3, "int8_float16": 0.3}
+"""Types of CTranslate2, and most that its BLEU may differ from ours."""
+
+TYPES = {"cpu": ("float32", "int8"), "gpu": ("float16", "int8_float16")}
+"""Types that CTranslate2 is measured with; ratios are to the first."""
+
+BATCHES = {"cpu": (32, 64), "gpu": (128, 256, 512)}
+"""Batch sizes of CTranslate2; the fastest counts."""
 
 
 def main(args: argparse.Namespace) -> None:
@@ -61,7 +70,7 @@ def check_bleu(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["beam"] == 1 or not row["who"].startswith("CTranslate2"):
             continue
-        allowed = BLEU_TOLERANCE["int8" if "int8" in row["who"] else "float32"]
+        allowed = BLEU_TOLERANCE[row["who"].split()[1].rstrip(",")]
         expected = ours[row["beam"]]
         if abs(row["BLEU"] - expected) > allowed:
             raise SystemExit(
@@ -87,18 +96,11 @@ def measure(
     """Return the rows of one beam size: ours, and CTranslate2's in two types."""
     from sacrebleu.metrics import BLEU
 
-    contenders, uncompiled = _ours_with_programs(args.run, lines, beam, compiled)
-    for kind in ("float32", "int8"):
-        tried = [
-            Contender(f"CTranslate2 {kind}{_in(size, inter, intra)}", ctranslate2, *peer)
-            for size in (32, 64)
-            for inter, intra in sorted({(cores(), 1), (1, cores())})
-            for peer in [(folder, kind, lines, beam, size, inter, intra)]
-        ]
-        contenders.append(fastest(tried))
-    alternate(contenders, args.rounds)
-    rows, peer = [], contenders[-2]
-    for contender in contenders:
+    contenders, uncompiled = _ours_with_programs(args, lines, beam, compiled)
+    peers = peers_of(args.device, partial(_peers, args.device, folder, lines, beam))
+    alternate(contenders + peers, args.rounds)
+    rows = []
+    for contender in contenders + peers:
         last, first = contender.runs[-1], contenders[0]
         rows.append(
             {
@@ -108,7 +110,9 @@ def measure(
                 "fastest": min(run["seconds"] for run in contender.runs),
                 "slowest": max(run["seconds"] for run in contender.runs),
                 "sentences/s": len(lines) / contender.median("seconds"),
-                "it : float32, same round": ratio(peer, contender),
+                f"it : {TYPES[args.device][0]}, same round": (
+                    ratio(peers[0], contender) if peers else None
+                ),
                 "start and first run, s": contender.first_seconds,
                 "nothing compiled, s": uncompiled.get(contender.name),
                 "peak MB": last["peak"] / 1e6,
@@ -120,23 +124,46 @@ def measure(
     return rows
 
 
+def _peers(device: str, folder: Path, lines: Sequence[str], beam: int) -> list[Contender]:
+    """Start CTranslate2 in each type, in the batch size and number of threads that suit it best."""
+    threads = sorted({(cores(), 1), (1, cores())}) if device == "cpu" else [(1, 1)]
+    peers = []
+    for kind in TYPES[device]:
+        tried = [
+            Contender(f"CTranslate2 {kind}{_in(size, inter, intra)}", ctranslate2, *peer)
+            for size in BATCHES[device]
+            for inter, intra in threads
+            for peer in [(folder, device, kind, lines, beam, size, inter, intra)]
+        ]
+        peers.append(fastest(tried))
+    return peers
+
+
 def _ours_with_programs(
-    run: Path, lines: Sequence[str], beam: int, compiled: Path
+    args: argparse.Namespace, lines: Sequence[str], beam: int, compiled: Path
 ) -> tuple[list[Contender], dict[str, float]]:
     """Return our contenders, and the seconds to the end of the first run of a process before each.
 
     The command line keeps compiled programs, so most processes find those of an earlier one.
     """
-    kinds = {OURS: (True, None), "  bfloat16 products": (True, "bfloat16")}
-    if beam > 1:
-        kinds["  exact search"] = False, None
-        kinds["  exact search, bfloat16 products"] = False, "bfloat16"
+    if args.device == "gpu":
+        kinds = {OURS: (True, "bfloat16"), "  exact search": (False, "bfloat16")}
+    else:
+        kinds = {
+            OURS: (True, None),
+            "  bfloat16 products": (True, "bfloat16"),
+            "  exact search": (False, None),
+            "  exact search, bfloat16 products": (False, "bfloat16"),
+        }
     contenders, uncompiled = [], {}
-    for name, kind in kinds.items():
-        earlier = Contender(name, ours, run, lines, beam, compiled, *kind)
+    for name, (early_stopping, dtype) in kinds.items():
+        if beam == 1 and not early_stopping:
+            continue
+        ours_so = ours, args.run, lines, beam, compiled, early_stopping, dtype
+        earlier = Contender(name, *ours_so)
         earlier.close()
         uncompiled[name] = earlier.first_seconds
-        contenders.append(Contender(name, ours, run, lines, beam, compiled, *kind))
+        contenders.append(Contender(name, *ours_so))
     return contenders, uncompiled
 
 
@@ -173,6 +200,7 @@ def ours(
 
 def ctranslate2(
     folder: Path,
+    device: str,
     compute_type: str,
     lines: Sequence[str],
     beam: int,
@@ -188,6 +216,7 @@ def ctranslate2(
 
     translator = ctranslate2.Translator(
         str(folder),
+        device="cpu" if device == "cpu" else "cuda",
         compute_type=compute_type,
         inter_threads=inter_threads,
         intra_threads=intra_threads,
