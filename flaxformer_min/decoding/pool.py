@@ -45,7 +45,7 @@ class PoolShape:
 
     @property
     def part(self) -> int:
-        """How many newcomers are begun at once."""
+        """How many newcomers are begun at once, as the first of them joins."""
         part = max(self.newcomers // 4, 8)
         return part if self.newcomers % part == 0 else self.newcomers
 
@@ -112,10 +112,18 @@ class Report(NamedTuple):
     outcome: Outcome
 
 
+class _Begun(NamedTuple):
+    """Sentences that are begun and join next; `first` is the number of the first of them."""
+
+    first: Int[Array, ""]
+    pool: Pool
+
+
 class _Call(NamedTuple):
     """A call of `run` or `finish` on its way."""
 
     pool: Pool
+    begun: _Begun
     report: Report
 
 
@@ -134,10 +142,24 @@ def run(
 
     A newcomer joins as soon as a slot is idle. Sentences that paused in an earlier call have left.
     """
-    none = jnp.zeros(shape.newcomers, jnp.int32)
-    begun = Pool(_begin_by_parts(begin, params, newcomers, shape), none.astype(bool), none)
-    search = search_of(models, params, rules)
-    return _search(search, _leave(pool), begun, newcomers.count, least_idle, shape)
+    none = jnp.zeros(shape.part, jnp.int32)
+
+    def begin_next(begun: _Begun) -> _Begun:
+        first = begun.first + shape.part
+        state = begin(params, _taken(newcomers, first, shape.part))
+        return _Begun(first, Pool(state, none.astype(bool), none))
+
+    before_all = _Begun(jnp.int32(-shape.part), None)
+    nobody = _zeros(jax.eval_shape(begin_next, before_all).pool, shape.part)
+    return _search(
+        search_of(models, params, rules),
+        _leave(pool),
+        before_all._replace(pool=nobody),
+        newcomers.count,
+        least_idle,
+        shape,
+        begin_next,
+    )
 
 
 def finish(
@@ -149,36 +171,50 @@ def finish(
     """
     others = jax.tree.map(lambda leaf: leaf[shape.slots :], pool)
     pool = jax.tree.map(lambda leaf: leaf[: shape.slots], pool)
+    begun, count = _Begun(jnp.int32(0), others), _count_active(others)
     search = search_of(models, params, rules)
-    return _search(search, pool, others, _count_active(others), jnp.int32(shape.slots), shape)
+    return _search(search, pool, begun, count, jnp.int32(shape.slots), shape)
 
 
 def _search(
     search: Search,
     pool: Pool,
-    begun: Pool,
+    begun: _Begun,
     count: Int[Array, ""],
     least_idle: Int[Array, ""],
     shape: PoolShape,
+    begin_next: Callable[[_Begun], _Begun] | None = None,
 ) -> tuple[Pool, Report]:
-    """Search until `count` of those begun have joined and `least_idle` slots are idle or pause."""
+    """Search until `count` sentences have joined and `least_idle` slots are idle or pause.
+
+    begin_next: begins those after all that are begun; None: nobody is left.
+    """
+
+    def joins(now: _Call) -> Bool[Array, ""]:
+        return (now.report.joined < count) & (_count_idle(now.pool) > 0)
+
+    def join(now: _Call) -> _Call:
+        if begin_next is not None:
+            # A loop of one turn at most: the branches of a condition would copy what is begun.
+            have_joined = now.report.joined - shape.part
+            begun = jax.lax.while_loop(
+                lambda begun: begun.first == have_joined, begin_next, now.begun
+            )
+            now = now._replace(begun=begun)
+        if target_platform() == "cuda":
+            return _join_together(now, count, shape)
+        return _join(now, shape)
 
     def step(now: _Call) -> _Call:
-        joining = jnp.minimum(_count_idle(now.pool), count - now.report.joined)
-        if target_platform() == "cuda":
-            turns = -(-joining // JOINING)
-            join = partial(_join_together, begun=begun, count=count, shape=shape)
-        else:
-            turns, join = joining, partial(_join, begun=begun, shape=shape)
-        now = jax.lax.fori_loop(0, turns, lambda _, now: join(now), now)
-        return _step(search, now, shape)
+        return _step(search, jax.lax.while_loop(joins, join, now), shape)
 
-    def is_busy(now: _Call) -> Array:
+    def is_busy(now: _Call) -> Bool[Array, ""]:
         active, idle = _count_active(now.pool), _count_idle(now.pool)
         can_join = (now.report.joined < count) & (active + idle > 0)
         return can_join | (active > shape.slots - least_idle)
 
-    now = jax.lax.while_loop(is_busy, step, _Call(pool, _empty_report(pool, shape.newcomers)))
+    now = _Call(pool, begun, _empty_report(pool, shape.newcomers))
+    now = jax.lax.while_loop(is_busy, step, now)
     report = _record(now, jnp.arange(shape.slots, dtype=jnp.int32))
     return now.pool, report._replace(paused=now.pool.paused)
 
@@ -205,27 +241,7 @@ def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:
         steps=now.report.steps + 1,
         computed=now.report.computed + pool.state.progress.alive.token.size,
     )
-    return _Call(after, report)
-
-
-def _begin_by_parts(
-    begin: Begin, params: Sequence[Any], newcomers: Newcomers, shape: PoolShape
-) -> State:
-    """Return the state of all newcomers: often fewer than there may be, and in the end none."""
-    part = shape.part
-    if part == shape.newcomers:
-        return begin(params, newcomers)
-
-    def begin_part(now: tuple[Array, State]) -> tuple[Array, State]:
-        first, begun = now
-        state = begin(params, _taken(newcomers, first, part))
-        return first + part, _put(begun, state, first)
-
-    nobody = _zeros(jax.eval_shape(begin, params, _taken(newcomers, 0, part)), shape.newcomers)
-    _, begun = jax.lax.while_loop(
-        lambda now: now[0] < newcomers.count, begin_part, (jnp.int32(0), nobody)
-    )
-    return begun
+    return now._replace(pool=after, report=report)
 
 
 def _taken(tree: Any, first: Int[Array, ""] | int, rows: int) -> Any:
@@ -293,33 +309,38 @@ def empty_pool(
     return _zeros(_with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
 
 
-def _join(now: _Call, begun: Pool, shape: PoolShape) -> _Call:
+def _join(now: _Call, shape: PoolShape) -> _Call:
     """Let the next of the sentences that are begun take an idle slot."""
     slot = jnp.argmin(now.pool.state.is_alive()).astype(jnp.int32)
     report = _record(now, slot[None])
     holds = report.holds.at[slot].set(shape.slots + report.joined)
-    row = _with_room(_taken(begun, report.joined, 1), shape)
+    row = _with_room(_taken(now.begun.pool, report.joined - now.begun.first, 1), shape)
     pool = _put(now.pool, row, slot)
-    return _Call(pool, report._replace(holds=holds, joined=report.joined + 1))
+    return now._replace(pool=pool, report=report._replace(holds=holds, joined=report.joined + 1))
 
 
-def _join_together(now: _Call, begun: Pool, count: Int[Array, ""], shape: PoolShape) -> _Call:
-    """Let the next `JOINING` of the `count` sentences that are begun take idle slots, if any."""
-    alive = now.pool.state.is_alive()
+def _join_together(now: _Call, count: Int[Array, ""], shape: PoolShape) -> _Call:
+    """Let the next `JOINING` of the sentences that are begun take idle slots, if any.
+
+    count: how many join in all.
+    """
+    alive, begun = now.pool.state.is_alive(), now.begun
     numbers = now.report.joined + jnp.arange(min(JOINING, shape.slots), dtype=jnp.int32)
     slots = jnp.argsort(alive, stable=True)[: numbers.size].astype(jnp.int32)  # idle ones first
-    joins = ~alive[slots] & (numbers < count)
+    behind = jnp.minimum(count, begun.first + begun.pool.paused.size)
+    joins = ~alive[slots] & (numbers < behind)
     # Beyond the last slot nothing is written; what is read there is the last itself, whose outcome
     # so far may be recorded once more.
     slots = jnp.where(joins, slots, shape.slots + jnp.arange(numbers.size, dtype=jnp.int32))
     report = _record(now, slots)
     holds = report.holds.at[slots].set(shape.slots + numbers, mode="drop")
-    rows = _with_room(jax.tree.map(lambda leaf: leaf[numbers], begun), shape)
+    rows = jax.tree.map(lambda leaf: leaf[numbers - begun.first], begun.pool)
+    rows = _with_room(rows, shape)
     pool = jax.tree.map(
         lambda old, new: old.at[slots].set(new, mode="drop", unique_indices=True), now.pool, rows
     )
     joined = report.joined + joins.sum(dtype=jnp.int32)
-    return _Call(pool, report._replace(holds=holds, joined=joined))
+    return now._replace(pool=pool, report=report._replace(holds=holds, joined=joined))
 
 
 def _with_room(pool: Pool, shape: PoolShape) -> Pool:
