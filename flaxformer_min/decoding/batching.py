@@ -28,7 +28,7 @@ from flaxformer_min.decoding.pool import (
     Rules,
     begin,
     empty_pool,
-    last_pool,
+    last_pools,
 )
 from flaxformer_min.decoding.scheduling import Job, Lanes, Options
 from flaxformer_min.decoding.search import Hypotheses
@@ -142,11 +142,13 @@ class BatchRunner:
                 self._pool_arrays[key] = jax.eval_shape(mapped, self.params, newcomers)
         return self._pool_arrays[key]
 
-    def last_arrays(self, rules: Rules, shape: PoolShape, pool: Pool) -> Pool:
-        """Return the shapes and types of the devices' last pools, which `finish` takes."""
-        key = "finish", rules, shape
+    def last_arrays(
+        self, rules: Rules, shape: PoolShape, pool: Pool, capacity: int
+    ) -> tuple[Pool, ...]:
+        """Return `last_pools` of the devices, which `finish` takes."""
+        key = "finish", rules, shape, capacity
         if key not in self._pool_arrays:
-            self._pool_arrays[key] = last_pool(pool, shape)
+            self._pool_arrays[key] = last_pools(pool, shape, capacity)
         return self._pool_arrays[key]
 
     def most_sentences(self) -> int:

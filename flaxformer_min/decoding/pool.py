@@ -123,7 +123,7 @@ class _Call(NamedTuple):
     """A call of `run` or `finish` on its way."""
 
     pool: Pool
-    begun: _Begun
+    begun: _Begun | None
     report: Report
 
 
@@ -163,23 +163,29 @@ def run(
 
 
 def finish(
-    models: Sequence[Any], params: Sequence[Any], pool: Pool, *, rules: Rules, shape: PoolShape
+    models: Sequence[Any],
+    params: Sequence[Any],
+    pool: Pool,
+    others: Pool | None = None,
+    *,
+    rules: Rules,
+    shape: PoolShape,
 ) -> tuple[Pool, Report]:
-    """Search to the end in few slots. The sentences that have none join as those that have one end.
+    """Search to the end in few slots.
 
-    pool: `slots` of the shape, and behind them `newcomers`, those alive first.
+    others: as many sentences as there are newcomers, those alive first. They have no slot yet, and
+            join as those of the pool end. None: there are none.
     """
-    others = jax.tree.map(lambda leaf: leaf[shape.slots :], pool)
-    pool = jax.tree.map(lambda leaf: leaf[: shape.slots], pool)
-    begun, count = _Begun(jnp.int32(0), others), _count_active(others)
-    search = search_of(models, params, rules)
+    search, nobody = search_of(models, params, rules), jnp.int32(0)
+    begun = None if others is None else _Begun(nobody, others)
+    count = nobody if others is None else _count_active(others)
     return _search(search, pool, begun, count, jnp.int32(shape.slots), shape)
 
 
 def _search(
     search: Search,
     pool: Pool,
-    begun: _Begun,
+    begun: _Begun | None,
     count: Int[Array, ""],
     least_idle: Int[Array, ""],
     shape: PoolShape,
@@ -187,6 +193,7 @@ def _search(
 ) -> tuple[Pool, Report]:
     """Search until `count` sentences have joined and `least_idle` slots are idle or pause.
 
+    begun:      None: nobody joins.
     begin_next: begins those after all that are begun; None: nobody is left.
     """
 
@@ -206,7 +213,9 @@ def _search(
         return _join(now, shape)
 
     def step(now: _Call) -> _Call:
-        return _step(search, jax.lax.while_loop(joins, join, now), shape)
+        if begun is not None:
+            now = jax.lax.while_loop(joins, join, now)
+        return _step(search, now, shape)
 
     def is_busy(now: _Call) -> Bool[Array, ""]:
         active, idle = _count_active(now.pool), _count_idle(now.pool)
@@ -219,14 +228,21 @@ def _search(
     return now.pool, report._replace(paused=now.pool.paused)
 
 
-def last_pool(pool: Pool, shape: PoolShape) -> Pool:
-    """Return shapes and types of the devices' pools that `finish` takes."""
-    rows = shape.slots + shape.newcomers
+def last_pools(pool: Pool, shape: PoolShape, capacity: int) -> tuple[Pool, ...]:
+    """Return shapes and types of the devices' pools that `finish` takes.
 
-    def resized(pool: Pool) -> Pool:
-        return _with_room(_zeros(pool, rows), shape)
+    capacity: of the caches of those that have no slot yet.
+    """
 
-    return jax.eval_shape(jax.vmap(resized), pool)
+    def resized(pool: Pool, rows: int, capacity: int) -> Pool:
+        return _with_room(_zeros(pool, rows), dataclasses.replace(shape, capacity=capacity))
+
+    sizes = [(shape.slots, shape.capacity), (shape.newcomers, capacity)]
+    return tuple(
+        jax.eval_shape(jax.vmap(partial(resized, rows=rows, capacity=capacity)), pool)
+        for rows, capacity in sizes
+        if rows
+    )
 
 
 def _step(search: Search, now: _Call, shape: PoolShape) -> _Call:

@@ -142,9 +142,9 @@ class Lanes:
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
-        # What the next `run` makes its pool of; until then `pool` has shapes and types alone.
-        self.moving: Callable[[], Pool] | None = None
-        self.lines: list[list[int | None]] = []
+        # What the next `run` makes its pools by; until then `pool` has shapes and types alone.
+        self.moving: list[Callable[[], Pool]] = []
+        self.lines: list[list[int | None]] = [[] for _ in job.runner.devices]
 
     def admit(self) -> bool:
         """Choose who joins next; return whether there is anything to do."""
@@ -225,16 +225,19 @@ class Lanes:
         """
         runner, old, rules = self.job.runner, self.shape, self.job.rules
         resumed = self._resumed_last()
+        of_others = max([old.capacity, *(self.paused[line].capacity for line in resumed)])
         room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
         capacity = bucket(room, (*rooms(old.steps, rules), room))
         shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
-        self._build(shape, resumed, runner.last_arrays(rules, shape, self.pool))
+        arrays = runner.last_arrays(rules, shape, self.pool, of_others)
+        self._build(shape, resumed, arrays)
         rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
         # Those alive are the first in the rows.
         self.joining = [[line for line in each[shape.slots :] if line is not None] for each in rows]
         self.arguments = ()
         program = partial(finish, runner.models, rules=rules, shape=shape)
-        self.program = runner.compiled(("finish", rules, shape), program, self.pool)
+        key = "finish", rules, shape, of_others
+        self.program = runner.compiled(key, program, *arrays, donate=(1,))
 
     def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
@@ -266,7 +269,7 @@ class Lanes:
             shape = self.shape
         resumed = [line for line in self.paused if self._can_resume(line, shape)]
         if shape != self.shape or (resumed and self._fullest() < shape.slots):
-            self._build(shape, resumed, self.job.pool_arrays(shape))
+            self._build(shape, resumed, [self.job.pool_arrays(shape)])
 
     def _can_resume(self, line: int, shape: PoolShape) -> bool:
         """Return whether a line that pauses can go on in a pool of this shape."""
@@ -302,33 +305,42 @@ class Lanes:
         """Return the most sentences that are alive on one device."""
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
-    def _build(self, shape: PoolShape, resumed: list[int], arrays: Pool) -> None:
+    def _build(self, shape: PoolShape, resumed: list[int], arrays: Sequence[Pool]) -> None:
         """Let `run` make a pool of this shape, of the sentences alive and of those resumed.
 
-        arrays: the shapes and types of the devices' pools.
+        arrays: shapes and types of the devices' pools, and of others for those that have no slot.
         """
-        most = arrays.paused.shape[1]
-        lines: list[list[int]] = [[] for _ in self.job.runner.devices]
-        groups: list[list[Rows]] = [[] for _ in lines]
-        for device, slots in enumerate(self.lines):
-            if kept := [slot for slot, line in enumerate(slots) if line is not None]:
-                lines[device] += [slots[slot] for slot in kept]
-                groups[device].append(leaving(self.pool, device, kept, self.job.runner))
+        sizes = [each.paused.shape[1] for each in arrays]
+        lines = [[line for line in slots if line is not None] for slots in self.lines]
+        moving: list[list[Any]] = [
+            [slot for slot, line in enumerate(slots) if line is not None] for slots in self.lines
+        ]
         for line in resumed:
             device = min(range(len(lines)), key=lambda device: len(lines[device]))
-            if len(lines[device]) < most:
+            if len(lines[device]) < sum(sizes):
                 lines[device].append(line)
-                groups[device].append(self.paused.pop(line).rows)
-        self.pool = arrays
-        self.moving = arrangement(groups, self.pool, self.job.runner)
-        self.lines = [each + [None] * (most - len(each)) for each in lines]
+                moving[device].append(self.paused.pop(line).rows)
+        self.moving = []
+        for pool, size in zip(arrays, sizes, strict=True):
+            groups = [self._rows(device, each[:size]) for device, each in enumerate(moving)]
+            self.moving.append(arrangement(groups, pool, self.job.runner))
+            moving = [each[size:] for each in moving]
+        self.pool = arrays[0]
+        self.lines = [each + [None] * (sum(sizes) - len(each)) for each in lines]
         self.shape = shape
+
+    def _rows(self, device: int, moving: list[Any]) -> list[Rows]:
+        """Return the rows of those that move: in slots of a device, or such that paused."""
+        slots = [each for each in moving if isinstance(each, int)]
+        paused = [each for each in moving if not isinstance(each, int)]
+        return [leaving(self.pool, device, slots, self.job.runner), *paused] if slots else paused
 
     def run(self) -> Report:
         """Search until the newcomers have joined and some sentences, or most or all, are done."""
         runner = self.job.runner
-        if self.moving is not None:  # not before, because other cores run beside this
-            self.pool, self.moving = self.moving(), None
+        if self.moving:  # not before, because other cores run beside this
+            self.pool, *others = [move() for move in self.moving]
+            self.arguments, self.moving = (*others, *self.arguments), []
         self.pool, report = self.program(runner.params, self.pool, *self.arguments)
         return jax.device_get(report)
 

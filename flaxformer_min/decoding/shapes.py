@@ -101,8 +101,7 @@ def last_shape(shape: PoolShape, capacity: int, in_turn: bool, beam_size: int) -
     if in_turn:
         # A step of one hypothesis takes nearly as long as one of two.
         slots = min(last, max(shape.slots // FEWER, 2 // beam_size, 1))
-    newcomers = max(last - slots, 1)  # a row for nobody, because none cannot be read
-    return dataclasses.replace(shape, slots=slots, newcomers=newcomers, capacity=capacity)
+    return dataclasses.replace(shape, slots=slots, newcomers=last - slots, capacity=capacity)
 
 
 def largest(sizes: Sequence[int], most: int) -> int:
