@@ -325,6 +325,21 @@ def test_half_of_a_pool_takes_few_slots_in_turn_or_a_third_as_many_as_they_are(
     assert shape == PoolShape(*expected, 24, 160, 74)
 
 
+def test_those_that_wait_for_one_of_the_last_slots_keep_the_room_they_had(monkeypatch):
+    rooms = []
+
+    def see(_, shape, resumed, arrays):
+        rooms.append([arrays_of.state.cache[0][1].read.shape[-1] for arrays_of in arrays])
+
+    watch_builds(monkeypatch, see)
+    sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 1}
+    table = make_table(eos=2.0)
+    found, _ = find(table, sources, 16, max_extra_tokens=90, **settings)
+    # 40 tokens of 1.5 hypotheses, and twice the most, 114, in 16s
+    assert rooms == [[64], [240, 64]]
+    expect_as_alone(found, table, sources, extra=90, **settings)
+
+
 def test_sentences_that_paused_go_on_among_the_last(monkeypatch):
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
     table, last = make_table(eos=1.2), []
@@ -485,7 +500,9 @@ def test_early_stopping_makes_other_programs_only_where_hypotheses_compete(setti
     assert (exact != early) is differ
 
 
-@pytest.mark.parametrize("beam_size, given, slots", [(4, None, 64), (1, 32, 32), (1, 128, 128)])
+@pytest.mark.parametrize(
+    "beam_size, given, slots", [(3, None, 64), (4, 64, 64), (1, 32, 32), (1, 128, 128)]
+)
 def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, slots):
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], given)
     job = scheduling.Job(runner, {}, {}, Options(beam_size=beam_size), 0)
@@ -511,6 +528,51 @@ def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers
     assert shape.slots == shape.newcomers > slots
 
 
+@pytest.mark.parametrize("width, slots", [(24, 32), (48, 16), (64, 8), (256, 8)])
+def test_with_a_beam_a_small_model_has_small_pools_of_768_source_tokens(width, slots):
+    """A large model has as large ones as without a beam; samples do not compete."""
+    runner = BatchRunner([Table()], [jnp.zeros(4 << 20, jnp.float32)])
+    shapes_of = [
+        runner.shape(scheduling.Job(runner, {}, {}, options, 0), width, 500)
+        for options in (Options(beam_size=4), Options(beam_size=4, sampling=Sampling()))
+    ]
+    usual = min(64, 64 * 128 // width)
+    assert [(each.slots, each.newcomers) for each in shapes_of] == [
+        (slots, 2 * slots),
+        (usual, usual),
+    ]
+    runner.use_params([jnp.zeros((4 << 20) + 1, jnp.float32)])
+    job = scheduling.Job(runner, {}, {}, Options(beam_size=4), 0)
+    assert runner.shape(job, width, 500).slots == usual
+
+
+def test_newcomers_are_begun_a_part_at_a_time_as_they_join(monkeypatch):
+    """Of eleven sentences for four slots, eight are a part: three begin after some steps."""
+    events = []
+
+    def noting(name):
+        method = getattr(Table, name)
+
+        def noted(self, *arguments):
+            # Of the arguments, so that it is called when they are there, and not before.
+            some = sum(leaf.sum() for leaf in jax.tree.leaves(arguments))
+            jax.debug.callback(lambda _: events.append(name), some)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(Table, name, noted)
+
+    noting("encode")
+    noting("decode_step")
+    monkeypatch.setattr(batching, "pool_shape", lambda *_: PoolShape(4, 16, 24, 64, 74))
+    table, sources = make_table(eos=0.7), make_sources([9] * 11)
+    found, _ = find(table, sources, beam_size=2, n_best=1, max_extra_tokens=60)
+    begun = [number for number, name in enumerate(events) if name == "encode"]
+    assert len(begun) == 2
+    assert begun[0] == 0
+    assert begun[1] > 1
+    expect_as_alone(found, table, sources, extra=60, beam_size=2, n_best=1)
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
     """Newcomers fill the slots several times; some outgrow their cache; widths change."""
@@ -524,6 +586,19 @@ def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
     assert {shape.slots for shape in shapes} == {8, 16}
     assert paused
     assert runner.usage.share > 0.9
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_small_pools_of_a_beam_find_what_each_sentence_gets_alone(cores, schedule):
+    rng = np.random.default_rng(3)
+    lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 40)]
+    sources, table = make_sources([int(length) for length in lengths]), make_table(eos=-1.0)
+    settings = {"beam_size": 4, "n_best": 1}
+    found, runner = find(table, sources, None, cores, early_stopping=True, **settings)
+    expect_as_alone(found, table, sources, extra=50, enough=4, **settings)
+    shapes, paused, _ = schedule
+    assert {shape.slots for shape in shapes} == {32, 16}
+    assert paused
 
 
 def test_a_small_pool_moves_on_when_the_next_has_room_for_half_of_it(monkeypatch):

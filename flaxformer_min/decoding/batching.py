@@ -33,6 +33,7 @@ from flaxformer_min.decoding.pool import (
 from flaxformer_min.decoding.scheduling import Job, Lanes, Options
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.shapes import (
+    LEAST_BEAM,
     LENGTHS,
     LONGEST_OF_A_FULL_BATCH,
     LONGEST_PREFIX,
@@ -42,6 +43,7 @@ from flaxformer_min.decoding.shapes import (
     padded,
     pool_shape,
     sizes,
+    small_beam_pool_shape,
     small_pool_shape,
 )
 from flaxformer_min.runtime.devices import on_each_device, replicate
@@ -53,7 +55,8 @@ SMALL_MODEL = 1 << 22
 
 A step reads the weights and the caches of the pool. Where the weights are small, so should the
 caches be: they stay near the core. Larger weights are better read for more sentences at once. So
-with a small model greedy decoding has small pools, and the last of any pool take few slots in turn.
+with a small model pools are small, and the last of any pool take few slots in turn. With a beam of
+4 and more small pools are 4 to 7 % slower, but the peak of memory is 20 MB lower.
 """
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
@@ -159,9 +162,9 @@ class BatchRunner:
         """Return whether few sentences take no longer for each than many (see `SMALL_MODEL`)."""
         return self.kind == "cpu" and self.is_small
 
-    def has_small_pools(self, rules: Rules) -> bool:
-        """Return whether pools are small (see `SMALL_MODEL`)."""
-        return self.suits_few() and self.batch_size is None and rules.beam_size == 1
+    def has_small_pools(self) -> bool:
+        """Return whether greedy pools, and those of wide beams, are small (see `SMALL_MODEL`)."""
+        return self.suits_few() and self.batch_size is None
 
     def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""
@@ -282,8 +285,11 @@ class BatchRunner:
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)
-        if slots > 1 and self.has_small_pools(job.rules):
-            return small_pool_shape(slots, width, steps, job.prefix)
+        if slots > 1 and self.has_small_pools():
+            if job.rules.beam_size == 1:
+                return small_pool_shape(slots, width, steps, job.prefix)
+            if job.rules.competing and job.rules.beam_size >= LEAST_BEAM:
+                return small_beam_pool_shape(slots, width, steps, job.rules, job.prefix)
         return pool_shape(slots, width, steps, job.rules, job.prefix)
 
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:

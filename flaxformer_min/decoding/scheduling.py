@@ -285,7 +285,8 @@ class Lanes:
         # A pool of its own would be compiled for little if only few lines had this width. In small
         # pools more are few, because width costs them less.
         quarter = runner.most_sentences() // 4
-        few = runner.most_sentences() if runner.has_small_pools(job.rules) else quarter
+        greedily = job.rules.beam_size == 1 and runner.has_small_pools()
+        few = runner.most_sentences() if greedily else quarter
         widths = [self.job.width(line) for line in self.waiting[::-1][: few * devices]]
         width = max([width, *(each for each in widths if each <= WIDEST * width)])
         fitting = [line for line in (*self.waiting, *self.paused) if self.job.width(line) <= width]

@@ -28,7 +28,14 @@ LONGEST_OF_A_FULL_BATCH = 128
 """Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
 
 SMALL_POOL = 16 * 24
-"""Source tokens of all sentences in a small pool."""
+"""Source tokens of all sentences in a small pool, if each has one hypothesis."""
+
+SMALL_BEAM_POOL = 32 * 24
+"""Source tokens of all sentences in a small pool, if hypotheses compete."""
+
+LEAST_BEAM = 4
+"""Fewest hypotheses of a sentence with which that many are enough: for more than 48 rows in all a
+CPU rearranges the weights in every product, which few rows do not repay."""
 
 MOST_ENTRIES = 1 << 18
 """Most cache entries of a pool on a GPU for which each cache holds all tokens of a sentence."""
@@ -74,6 +81,15 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     slots = min(slots, largest(BATCHES, SMALL_POOL // width))
     newcomers = min(4 * slots, largest(BATCHES, 4 * SMALL_POOL // width))
     return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
+
+
+def small_beam_pool_shape(
+    slots: int, width: int, steps: int, rules: Rules, prefix: int
+) -> PoolShape:
+    """Return the shape of a small pool in which hypotheses compete."""
+    slots = min(slots, largest(BATCHES, SMALL_BEAM_POOL // width))
+    shape = pool_shape(slots, width, steps, rules, prefix)
+    return dataclasses.replace(shape, newcomers=2 * slots)
 
 
 def rooms(tokens: int, rules: Rules) -> tuple[int, ...]:
