@@ -283,7 +283,9 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     """Lower the search in a pool: admitting sentences, and the loop over their tokens."""
     import jax
 
-    from flaxformer_min.decoding.pool import Newcomers, Rules, begin, empty_pool, run
+    from flaxformer_min.decoding.pool import Newcomers, begin, empty_pool
+    from flaxformer_min.decoding.programs import run
+    from flaxformer_min.decoding.search import Rules
     from flaxformer_min.decoding.shapes import pool_shape
     from flaxformer_min.model.target import compiling_for
     from flaxformer_min.runtime.devices import on_each_device

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding import batching, moves, pool, scheduling, shapes
+from flaxformer_min.decoding import batching, moves, programs, scheduling, shapes
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
@@ -230,8 +230,8 @@ def as_on_a_gpu():
     device = SimpleNamespace(platform="gpu", compute_capability="9.0")
     with pytest.MonkeyPatch.context() as patch, compiling_for([device]):
         patch.setattr(scheduling, "arrangement", arrangement)
-        patch.setattr(pool, "_join", None)
-        patch.setattr(pool, "JOINING", 3)
+        patch.setattr(programs, "_join", None)
+        patch.setattr(programs, "JOINING", 3)
         yield moved
 
 

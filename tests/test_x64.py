@@ -13,7 +13,8 @@ import pytest
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.decoding.batching import Options
 from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty_pool, run
+from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty_pool
+from flaxformer_min.decoding.programs import run
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import initial_state, make_train_step

@@ -24,14 +24,13 @@ from flaxformer_min.decoding.pool import (
     Newcomers,
     Pool,
     PoolShape,
-    Report,
-    Rules,
     begin,
     empty_pool,
     last_pools,
 )
+from flaxformer_min.decoding.programs import Report
 from flaxformer_min.decoding.scheduling import Job, Lanes, Options
-from flaxformer_min.decoding.search import Hypotheses
+from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
     LENGTHS,

@@ -1,6 +1,6 @@
 """Scheduling of a search: which sentences are in a pool, in which shape, and who joins next.
 
-Nothing here is compiled; `pool` has the programs, `batching` the devices that run them.
+Nothing here is compiled; `programs` is, and `batching` has the devices that run it.
 """
 
 import dataclasses
@@ -12,16 +12,9 @@ import jax
 import numpy as np
 
 from flaxformer_min.decoding.moves import Rows, arrangement, leaving, rows
-from flaxformer_min.decoding.pool import (
-    Newcomers,
-    Pool,
-    PoolShape,
-    Report,
-    Rules,
-    finish,
-    run,
-)
-from flaxformer_min.decoding.search import Hypotheses
+from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
+from flaxformer_min.decoding.programs import Report, finish, run
+from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import bucket, last_shape, most_last, padded, rooms
 
 WIDEST = 4

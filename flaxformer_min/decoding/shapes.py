@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flaxformer_min.decoding.pool import PoolShape, Rules
+from flaxformer_min.decoding.pool import PoolShape
+from flaxformer_min.decoding.search import Rules
 from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import PAD
 
