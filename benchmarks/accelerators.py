@@ -330,8 +330,8 @@ def search_figures(
 ) -> dict[str, float]:
     """Return the dearest turn of a loop, which is a step of decoding, and its lower bound.
 
-    A step reads the weights of the decoder and, of each sentence, the keys and values of the source
-    and of the tokens so far: here, of as many as the source has.
+    It is a step in which nobody joins. It reads the weights of the decoder and, of each sentence,
+    the keys and values of the source and of the tokens so far: here, of as many as the source has.
     """
     sizes, beam = config.model, config.decoding.beam_size
     d, layers = sizes.d_model, sizes.num_layers

@@ -109,20 +109,23 @@ def trips(program: Program, loop: Operation) -> int | None:
     return int(value[1]) if value else None
 
 
-def executed(program: Program, computation: str = "", times: int = 1) -> Iterator[tuple]:
-    """Yield every operation that runs, and how often, loops of unknown length once.
+def executed(
+    program: Program, computation: str = "", times: int = 1, unknown: int = 1
+) -> Iterator[tuple]:
+    """Yield every operation that runs, and how often; loops of unknown length have `unknown` turns.
 
     The operations inside a fusion do not run on their own.
     """
     for operation in program.computations[computation or program.entry]:
         inner = times
         if operation.opcode == "while":
-            inner = times * (trips(program, operation) or 1)
-            yield from executed(program, operation.calls["body"], inner)
+            turns = trips(program, operation)
+            inner = times * (unknown if turns is None else turns)
+            yield from executed(program, operation.calls["body"], inner, unknown)
         elif operation.opcode in ("call", "conditional"):
             for attribute in ("to_apply", "calls", "true_computation", "false_computation"):
                 if attribute in operation.calls:
-                    yield from executed(program, operation.calls[attribute], times)
+                    yield from executed(program, operation.calls[attribute], times, unknown)
         else:
             yield operation, times
 
@@ -223,12 +226,15 @@ def collectives(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def loops(program: Program) -> list[tuple[str, int | None, int]]:
-    """Return name, turns and estimated cycles of a turn of every loop, dearest turn first."""
+    """Return name, turns and estimated cycles of a turn of every loop, dearest turn first.
+
+    Of loops of unknown length inside another, a turn of that one has none.
+    """
     found = []
     for operations in program.computations.values():
         for operation in operations:
             if operation.opcode == "while":
-                body = executed(program, operation.calls["body"])
+                body = executed(program, operation.calls["body"], unknown=0)
                 cycles = sum((each.cycles or 0) * times for each, times in body)
                 found.append((operation.name, trips(program, operation), cycles))
     return sorted(found, key=lambda loop: -loop[2])

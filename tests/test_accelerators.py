@@ -78,6 +78,23 @@ def test_the_turns_are_those_of_the_condition(program):
     assert hlo.loops(program) == [("loop", 10, 70), ("open", None, 70)]
 
 
+def test_a_turn_has_those_of_the_loops_inside_it_if_they_are_known(program):
+    """`outer` has 5 cycles of its own beside the loop of ten turns; the open one counts nothing."""
+    outer = """\
+%outer_body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %own = f32[4]{0} add(%state, %state), backend_config={"estimated_cycles":"5"}
+  %ten = (s32[], f32[4]{0}) while(%state), condition=%condition, body=%body
+  ROOT %some = (s32[], f32[4]{0}) while(%ten), condition=%until, body=%body
+}
+
+"""
+    text = PROGRAM.replace("ENTRY", outer + "ENTRY").replace(
+        "%until, body=%body\n  ROOT %r", ("%until, body=%outer_body\n  ROOT %r")
+    )
+    turns = {name: cycles for name, _, cycles in hlo.loops(hlo.parse(text))}
+    assert turns == {"loop": 70, "ten": 70, "some": 70, "open": 5 + 10 * 70}
+
+
 def test_what_a_fusion_contains_does_not_run_on_its_own(program):
     """1 + 1 in the main computation, 10 + 1 in the loops."""
     kernels = [times for each, times in hlo.executed(program) if hlo.is_kernel(each)]
