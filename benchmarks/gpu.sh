@@ -5,7 +5,7 @@
 # run of TRAIN_STEPS (default: 800) steps with a profile. Nothing is downloaded. Where packages are
 # missing, `benchmarks/gpu_wheels.sh` prepares them on another machine, and WHEELS names the folder.
 # PyTorch and CTranslate2, where they find the GPU, are measured in turn with ours; PEERS=no leaves
-# PyTorch out, which saves three minutes. An error in one part does not stop the rest; the exit
+# PyTorch out, which saves minutes. An error in one part does not stop the rest; the exit
 # status is 1 then. What does not fit in LIMIT seconds (default: 600) is left out; a second run in
 # the same folder fits in, because it compiles little.
 #
