@@ -251,15 +251,16 @@ def test_pools_of_gpus_hold_all_steps_and_move_on_the_devices(schedule, devices)
 
 
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(None, marks=pytest.mark.slow), Sampling(top_k=4)]
+    "sampling, batch_size",
+    [pytest.param(None, 8, marks=pytest.mark.slow), (Sampling(top_k=4), 8), (None, 32)],
 )
-def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling):
-    """Many end as they join: half of the limits are two tokens."""
+def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling, batch_size):
+    """Many end as they join: half of the limits are two tokens. 32 newcomers are four parts."""
     sources = make_sources([*[1] * 30, *range(3, 15), *[30] * 9])
     options = {"beam_size": 1, "sampling": sampling, "max_extra_tokens": 1, "seed": 5}
-    on_cpu, _ = find(make_table(eos=0.7), sources, **options)
+    on_cpu, _ = find(make_table(eos=0.7), sources, batch_size, **options)
     with as_on_a_gpu() as moved:
-        on_gpu, _ = find(make_table(eos=0.7), sources, kind="accelerator", **options)
+        on_gpu, _ = find(make_table(eos=0.7), sources, batch_size, kind="accelerator", **options)
     assert sum(moved) > 0
     for line in sources:
         np.testing.assert_array_equal(on_gpu[line].ids, on_cpu[line].ids)
