@@ -589,7 +589,7 @@ def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
     assert runner.usage.share > 0.9
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_small_pools_of_a_beam_find_what_each_sentence_gets_alone(cores, schedule):
     rng = np.random.default_rng(3)
     lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 40)]
