@@ -89,7 +89,7 @@ def test_a_turn_has_those_of_the_loops_inside_it_if_they_are_known(program):
 
 """
     text = PROGRAM.replace("ENTRY", outer + "ENTRY").replace(
-        "%until, body=%body\n  ROOT %r", ("%until, body=%outer_body\n  ROOT %r")
+        "%until, body=%body\n  ROOT %r", "%until, body=%outer_body\n  ROOT %r"
     )
     turns = {name: cycles for name, _, cycles in hlo.loops(hlo.parse(text))}
     assert turns == {"loop": 70, "ten": 70, "some": 70, "open": 5 + 10 * 70}

@@ -574,29 +574,32 @@ def test_newcomers_are_begun_a_part_at_a_time_as_they_join(monkeypatch):
     expect_as_alone(found, table, sources, extra=60, beam_size=2, n_best=1)
 
 
+def usage_in_small_pools(lengths, eos, beam, cores):
+    """Check that a search in pools of the usual size finds what each sentence gets alone."""
+    sources, table = make_sources([int(length) for length in lengths]), make_table(eos=eos)
+    settings = {"beam_size": beam, "n_best": 1}
+    found, runner = find(table, sources, None, cores, early_stopping=True, **settings)
+    expect_as_alone(found, table, sources, extra=50, enough=beam, **settings)
+    return runner.usage
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
     """Newcomers fill the slots several times; some outgrow their cache; widths change."""
     rng = np.random.default_rng(3)
     lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 80), *rng.integers(41, 65, 9)]
-    sources, table = make_sources([int(length) for length in lengths]), make_table(eos=-2.0)
-    settings = {"beam_size": 1, "n_best": 1}
-    found, runner = find(table, sources, None, cores, early_stopping=True, **settings)
-    expect_as_alone(found, table, sources, extra=50, enough=1, **settings)
+    usage = usage_in_small_pools(lengths, eos=-2.0, beam=1, cores=cores)
     shapes, paused, _ = schedule
     assert {shape.slots for shape in shapes} == {8, 16}
     assert paused
-    assert runner.usage.share > 0.9
+    assert usage.share > 0.9
 
 
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_small_pools_of_a_beam_find_what_each_sentence_gets_alone(cores, schedule):
     rng = np.random.default_rng(3)
     lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 40)]
-    sources, table = make_sources([int(length) for length in lengths]), make_table(eos=-1.0)
-    settings = {"beam_size": 4, "n_best": 1}
-    found, runner = find(table, sources, None, cores, early_stopping=True, **settings)
-    expect_as_alone(found, table, sources, extra=50, enough=4, **settings)
+    usage_in_small_pools(lengths, eos=-1.0, beam=4, cores=cores)
     shapes, paused, _ = schedule
     assert {shape.slots for shape in shapes} == {32, 16}
     assert paused
