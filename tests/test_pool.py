@@ -488,6 +488,35 @@ def test_short_sentences_in_small_pools_are_not_padded_to_those_behind_them():
     assert {key[2].width for key in runner._programs} == {24, 64}
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_one_hypothesis_is_found_without_scores_too(seed):
+    """The same tokens, and NaN for what was not computed."""
+    sources, table = make_sources([9, 3, 16, 21, 5, 30, 7, 12, 4, 11]), make_table(eos=0.7)
+    settings = {"beam_size": 1, "max_extra_tokens": 9}
+    if seed is not None:
+        settings |= {"sampling": Sampling(temperature=0.7, top_k=5), "seed": seed}
+    with_scores, _ = find(table, sources, batch_size=8, **settings)
+    without, _ = find(table, sources, batch_size=8, scores=False, **settings)
+    for line, hypotheses in with_scores.items():
+        np.testing.assert_array_equal(without[line].ids, hypotheses.ids)
+        assert np.isfinite(hypotheses.log_prob).all()
+        assert np.isnan(without[line].log_prob).all() and np.isnan(without[line].score).all()
+
+
+@pytest.mark.parametrize(
+    "settings, differ",
+    [({}, False), ({"beam_size": 1}, True), ({"beam_size": 2, "sampling": Sampling()}, False)],
+)
+def test_scores_make_other_programs_only_where_there_is_one_hypothesis(settings, differ):
+    """Several are compared by their scores, whoever asks for them."""
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    without, scored = (
+        scheduling.Job(runner, {}, {}, Options(scores=scores, **settings), 0).rules
+        for scores in (False, True)
+    )
+    assert (without != scored) is differ
+
+
 @pytest.mark.parametrize(
     "settings, differ",
     [({}, True), ({"beam_size": 1}, False), ({"beam_size": 2, "sampling": Sampling()}, False)],

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding.choices import Sampling, nucleus, sample_token, top_k_tokens
+from flaxformer_min.decoding.choices import (
+    Sampling,
+    choose_greedy,
+    nucleus,
+    sample_token,
+    top_k_tokens,
+)
 from flaxformer_min.decoding.search import Prefix, no_prefix, search
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
@@ -443,6 +449,15 @@ def test_a_hypothesis_that_is_not_a_number_takes_no_slot_of_the_beam():
     np.testing.assert_array_equal(broken.ids, without.ids)
     np.testing.assert_array_equal(broken.score, without.score)
     assert len(listed(without, 0)[0]) == 3
+
+
+def test_a_greedy_choice_does_not_depend_on_what_came_before_it():
+    """A float32 near -100,000 is a multiple of 1/128: both sums round to the same."""
+    logits = jnp.zeros((1, VOCAB)).at[0, 5].set(1.0).at[0, 7].set(1.001)
+    before = jnp.array([-100_000.0])
+    assert before + logits[0, 5] == before + logits[0, 7]
+    choice = choose_greedy(before, logits, jnp.array(True), jnp.array(False))
+    assert (choice.token, choice.ended, choice.log_prob) == (7, -jnp.inf, before + 1.001)
 
 
 PROBABILITIES = [0.0, 0.05, 0.2, 0.1, 0.4, 0.25]

@@ -174,6 +174,18 @@ def test_translate_returns_the_best_text_of_each_line(translator, expected):
     ]
 
 
+def test_without_scores_the_texts_of_hypotheses_are_the_same(translator, options):
+    """Greedily they are not computed; of a beam they decide, so they are there."""
+    lines = ["", *mixed_lines(8)]
+    for beam_size in (1, 3):
+        scored = dataclasses.replace(options, beam_size=beam_size)
+        expected = translator.hypotheses(lines, scored)
+        found = translator.hypotheses(lines, dataclasses.replace(scored, scores=False))
+        assert [best.text for (best,) in found] == [best.text for (best,) in expected]
+        unknown = [np.isnan([best.log_prob, best.score]).all() for (best,) in found]
+        assert unknown == [False, *[beam_size == 1] * 8]
+
+
 class Letters:
     """A tokenizer of one piece per letter, so that a text has only one encoding."""
 

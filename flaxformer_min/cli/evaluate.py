@@ -34,7 +34,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
         pairs, used = _without_text_of_skipped(pairs, data)
         translator = load(args)
-        options = search_options(args, translator)
+        options = search_options(args, translator, scores=False)
         speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
         if output:
             write(output, texts)

@@ -19,8 +19,11 @@ def load(args: argparse.Namespace) -> Any:
     return translator
 
 
-def search_options(args: argparse.Namespace, translator: Any) -> Any:
-    """Return the search options: those given, and the run's own for the rest."""
+def search_options(args: argparse.Namespace, translator: Any, scores: bool) -> Any:
+    """Return the search options: those given, and the run's own for the rest.
+
+    scores: whether the command shows log-probabilities and scores of translations.
+    """
     from flaxformer_min.decoding.choices import Sampling
 
     given = {name: getattr(args, name, None) for name in (*SEARCH, "n_best")}
@@ -29,7 +32,7 @@ def search_options(args: argparse.Namespace, translator: Any) -> Any:
         sampling = Sampling(args.temperature or 1.0, args.top_k, args.top_p or 1.0)
         changes |= {"sampling": sampling, "seed": args.seed or 0}
         changes.setdefault("beam_size", args.n_best)
-    options = translator.options(**changes)
+    options = translator.options(**changes, scores=scores)
     if options.n_best > options.beam_size:
         raise ValueError(
             f"--n-best must not exceed the number of hypotheses; got {options.n_best} of "

@@ -31,7 +31,7 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
             files.append(stack.enter_context(open_lines(args.prefix_file)))
         output = stack.enter_context(open_output(args.output))
         translator = load(args)
-        options = search_options(args, translator)
+        options = search_options(args, translator, scores=args.scores or args.json)
         speed = Speed(translator)
         shown = not files[0].typed and (args.output is not None or not sys.stdout.isatty())
         advance = stack.enter_context(progress(None, shown))

@@ -156,8 +156,12 @@ def choose_greedy(
     key: None = None,
 ) -> Choice:
     """Return the likeliest token, or end: a beam of one that stops at its first EOS."""
-    choice = choose_beam(base, logits, may_end, must_end, beam_size=1)
-    return choice._replace(log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, choice.log_prob))
+    # By the logits alone: added to `base`, two of them may round to the same.
+    choice = choose_beam(jnp.zeros_like(base), logits, may_end, must_end, beam_size=1)
+    ended, log_prob = joint(base, choice.ended), joint(base, choice.log_prob)
+    return choice._replace(
+        ended=ended, log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, log_prob)
+    )
 
 
 def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:

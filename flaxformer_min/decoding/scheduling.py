@@ -35,6 +35,8 @@ class Options(Rules):
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
+        if not isinstance(self.scores, bool):
+            raise ValueError(f"scores must be True or False; got {self.scores!r}.")
         if not isinstance(self.length_penalty, (int, float, np.number)):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
@@ -67,7 +69,8 @@ class Job:
         fields = dataclasses.fields(Rules)
         rules = Rules(**{field.name: getattr(self.options, field.name) for field in fields})
         # Hypotheses that do not compete go on until each has ended, so both kinds are the same.
-        return rules if rules.competing else dataclasses.replace(rules, early_stopping=True)
+        early_stopping = rules.early_stopping or not rules.competing
+        return dataclasses.replace(rules, early_stopping=early_stopping, scores=rules.scored)
 
     def length(self, line: int) -> int:
         """Return the tokens of a source."""
@@ -357,7 +360,8 @@ class Lanes:
             self._pause(device, np.flatnonzero(report.paused[device]).tolist())
         self.waiting += sorted(not_joined, key=self.job.order, reverse=True)
         index = tuple(np.array(done, int).reshape(-1, 2).T)
-        return batch, jax.tree.map(lambda array: array[index], report.outcome.finished)
+        found = jax.tree.map(lambda array: array[index], report.outcome.finished)
+        return batch, found if self.job.rules.scores else _without_scores(found)
 
     def _pause(self, device: int, slots: list[int]) -> None:
         """Take the sentences in these slots out of the pool."""
@@ -370,3 +374,9 @@ class Lanes:
                 self.shape.capacity, [array[row : row + 1] for array in arrays]
             )
             self.lines[device][slot] = None
+
+
+def _without_scores(found: Hypotheses) -> Hypotheses:
+    """Return the hypotheses with NaN for their log-probabilities and scores."""
+    unknown = np.where(found.log_prob > -np.inf, np.nan, -np.inf).astype(np.float32)
+    return found._replace(log_prob=unknown, score=unknown)

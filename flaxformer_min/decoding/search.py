@@ -76,6 +76,8 @@ class Hypotheses(NamedTuple):
     ids:      tokens after the prefix, ending in EOS; then PAD.
     log_prob: of prefix, tokens and EOS in nats; -inf (and ids all PAD) for an empty slot.
     score:    log_prob / length_penalty(length of prefix, tokens and EOS, alpha).
+
+    A search without scores leaves other numbers in their place (see `Rules`).
     """
 
     ids: Int[Array, "*batch n_best length"]
@@ -153,6 +155,7 @@ def advance(
     min_length: int,
     enough: int,
     suppressed: tuple[int, ...] = (),
+    scored: bool = True,
 ) -> tuple[Progress, Int[Array, " next"]]:
     """Take one step of any search for one sentence: choose its next token.
 
@@ -175,8 +178,11 @@ def advance(
     key = None
     if row.key is not None:
         key = jax.random.fold_in(jax.random.wrap_key_data(row.key), index)
-    # Log-probabilities of the whole vocabulary would be written only to be read once.
-    base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    if scored:
+        # Log-probabilities of the whole vocabulary would be written only to be read once.
+        base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
+    else:
+        base = jnp.where(alive.log_prob > -jnp.inf, 0.0, -jnp.inf)
     if suppressed:
         logits = logits.at[:, jnp.array(suppressed)].set(-jnp.inf)
     choice = choose(base, logits, may_end, must_end, key)
@@ -194,7 +200,11 @@ def advance(
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How to search; the defaults are the paper's (section 6.1). `search` describes the fields."""
+    """How to search; the defaults are the paper's (section 6.1). `search` describes the fields.
+
+    scores: whether log-probabilities and scores are needed. A single hypothesis competes with none,
+            so it can do without, which saves the logsumexp of its logits.
+    """
 
     beam_size: int = 4
     n_best: int = 1
@@ -203,6 +213,12 @@ class Rules:
     early_stopping: bool = True
     suppressed: tuple[int, ...] = ()
     sampling: Sampling | None = None
+    scores: bool = True
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are computed: several hypotheses are compared by them."""
+        return self.scores or self.beam_size > 1
 
     @property
     def competing(self) -> bool:
@@ -227,6 +243,7 @@ class Search:
                 min_length=rules.min_length,
                 enough=rules.beam_size if rules.early_stopping else NEVER_ENOUGH,
                 suppressed=rules.suppressed,
+                scored=rules.scored,
             )
         )
 

@@ -39,6 +39,8 @@ class Translation(NamedTuple):
     text:     detokenized.
     log_prob: of the whole translation in nats, EOS included.
     score:    log_prob / length penalty, by which hypotheses are ordered.
+
+    Both are NaN if nobody asked for them, and greedy decoding did without (see `Rules.scores`).
     """
 
     text: str
@@ -205,7 +207,8 @@ class Translator:
         For several translations of each line, use
         `hypotheses(lines, translator.options(beam_size=4, n_best=4))`. `stop` as there.
         """
-        found = self.hypotheses(lines, self.options(**options), stop=stop)
+        options = self.options(**{"scores": False, **options})
+        found = self.hypotheses(lines, options, stop=stop)
         return [best[0].text for best in found]
 
     def hypotheses(
@@ -331,7 +334,7 @@ class Translator:
             )
 
     def _best_text(self, source: list[int]) -> str:
-        ((_, found),) = self.runner.search({1: source}, {1: []}, self.options())
+        ((_, found),) = self.runner.search({1: source}, {1: []}, self.options(scores=False))
         return self._to_text(found, 0, [])[0].text
 
     def _truncate(self, sentences: list[list[int]], what: str, first_line: int) -> list[list[int]]:
@@ -378,7 +381,7 @@ class Translator:
             for ids, log_prob, score in zip(
                 found.ids[row].tolist(), found.log_prob[row], found.score[row], strict=True
             )
-            if np.isfinite(log_prob)
+            if log_prob != -np.inf
         ] or [Translation("", float("-inf"), float("-inf"))]
 
 
