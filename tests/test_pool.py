@@ -422,6 +422,28 @@ def test_an_array_of_a_pool_is_freed_once_its_sentences_have_moved():
         assert [array() is not None for array in alive] == [n >= number for n in range(3)]
 
 
+def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch):
+    pool, alive = [], []
+    run, compile_program = scheduling.Lanes.run, BatchRunner._compile
+
+    def running(lanes):
+        report = run(lanes)
+        pool[:] = [weakref.ref(array) for array in jax.tree.leaves(lanes.pool)]
+        return report
+
+    def compiling(runner, *arguments):
+        alive.append([array() is not None for array in pool])
+        return compile_program(runner, *arguments)
+
+    monkeypatch.setattr(scheduling.Lanes, "run", running)
+    monkeypatch.setattr(BatchRunner, "_compile", compiling)
+    find(make_table(eos=0.7), make_sources([9] * 20), max_extra_tokens=9)
+    assert alive[0] == []
+    assert len(alive) > 1
+    for arrays in alive[1:]:
+        assert arrays and not any(arrays)
+
+
 def test_programs_are_freed_with_the_runner_that_compiled_them():
     """Otherwise a process that compares many runs would keep the programs of all of them."""
     _, runner = find(make_table(eos=0.7), make_sources([9, 11]), max_extra_tokens=2)

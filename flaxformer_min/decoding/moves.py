@@ -53,12 +53,15 @@ class OnDevice:
 
 
 Rows = Iterable[np.ndarray]
-"""Sentences that move: `rows`, `OnDevice`, or such arrays that were kept elsewhere."""
+"""Sentences that move: their `rows`, or `OnDevice`."""
 
 
 def leaving(pool: Pool, device: int, slots: Sequence[int], runner: Any) -> Rows:
-    """Return the sentences in some slots of a device as they move on this runner's devices."""
-    return (rows if runner.kind == "cpu" else OnDevice)(pool, device, slots)
+    """Return the sentences in some slots of a device as they move on this runner's devices.
+
+    Those of a CPU are read at once: its pool is freed before the next program is loaded.
+    """
+    return [*rows(pool, device, slots)] if runner.kind == "cpu" else OnDevice(pool, device, slots)
 
 
 def arrangement(groups: Sequence[Sequence[Rows]], arrays: Pool, runner: Any) -> Callable[[], Pool]:
