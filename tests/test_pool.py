@@ -444,6 +444,18 @@ def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch)
         assert arrays and not any(arrays)
 
 
+def test_a_short_sum_is_one_operation_on_a_cpu():
+    """XLA would sum 128 numbers in four windows first."""
+    runner = BatchRunner([Table()], [jnp.zeros((1, VOCAB))])
+
+    def program(params, array):
+        return (array * array).sum(-1)
+
+    text = runner.compiled("sum", program, jnp.ones((1, 16, 128))).as_text()
+    assert "reduce" in text
+    assert "reduce-window" not in text
+
+
 def test_programs_are_freed_with_the_runner_that_compiled_them():
     """Otherwise a process that compares many runs would keep the programs of all of them."""
     _, runner = find(make_table(eos=0.7), make_sources([9, 11]), max_extra_tokens=2)
