@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -442,6 +443,30 @@ def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch)
     assert len(alive) > 1
     for arrays in alive[1:]:
         assert arrays and not any(arrays)
+
+
+def test_no_core_searches_while_a_program_is_compiled(monkeypatch):
+    """So that each has left the pool that it outgrew."""
+    searching, seen = [], []
+    run, compile_program = scheduling.Lanes.run, BatchRunner._compile
+
+    def running(lanes):
+        searching.append(lanes)
+        time.sleep(0.02 * len(searching))
+        report = run(lanes)
+        searching.remove(lanes)
+        return report
+
+    def compiling(runner, *arguments):
+        seen.append(len(searching))
+        return compile_program(runner, *arguments)
+
+    monkeypatch.setattr(scheduling.Lanes, "run", running)
+    monkeypatch.setattr(BatchRunner, "_compile", compiling)
+    sources = make_sources([*[9] * 21, *[40] * 12])
+    find(make_table(eos=0.7), sources, cores=2, max_extra_tokens=9)
+    assert len(seen) > 2
+    assert not any(seen)
 
 
 def test_a_short_sum_is_one_operation_on_a_cpu():

@@ -193,17 +193,20 @@ class BatchRunner:
         pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)
         try:
-            running = {executor.submit(pool.run): pool for pool in pools if pool.admit()}
-            while running:
+            running: dict[Future, Lanes] = {}
+            ready = [pool for pool in pools if pool.admit()]
+            while ready or running:
+                for pool in ready:
+                    pool.compile()
+                running |= {executor.submit(pool.run): pool for pool in ready}
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 if stop is not None and stop():
                     raise Stopped
-                results = []
-                for future in finished:
-                    pool = running.pop(future)
-                    results.append(pool.collect(future.result()))
-                    if pool.admit():
-                        running[executor.submit(pool.run)] = pool
+                ready, results = _collect(running, finished)
+                if any(pool.needs_program() for pool in ready):
+                    # Most memory is in use as a program is loaded: others may leave their pools.
+                    others, more = _collect(running, wait(running).done)
+                    ready, results = ready + others, results + more
                 for batch, hypotheses in results:
                     if batch:
                         yield batch, hypotheses
@@ -295,12 +298,16 @@ class BatchRunner:
                 return small_beam_pool_shape(slots, width, steps, job.rules, job.prefix)
         return pool_shape(slots, width, steps, job.rules, job.prefix)
 
+    def has_compiled(self, key: Any) -> bool:
+        """Return whether `compiled` has the program of this key."""
+        return key in self._programs
+
     def compiled(self, key: Any, program: Callable, *trees: Any, donate: tuple = ()) -> Callable:
         """Return the compiled program for arguments of these shapes, after the parameters.
 
         The first axis of all arrays is that of the devices.
         """
-        if key not in self._programs:
+        if not self.has_compiled(key):
             self._programs[key] = self._compile(program, trees, donate)
             self.compilations += 1
         return self._programs[key]
@@ -326,6 +333,18 @@ class BatchRunner:
             lowered = mapped.lower(self.params, *trees)
         options = CPU_OPTIONS if self.kind == "cpu" else {}
         return lowered.compile(options | (SINGLE_THREADED if self.cores > 1 else {}))
+
+
+def _collect(
+    running: dict[Future, Lanes], finished: set[Future]
+) -> tuple[list[Lanes], list[tuple[list[int], Hypotheses]]]:
+    """Return the pools of these futures that go on, and what was found in all of them.
+
+    They are no longer among those running.
+    """
+    pools = [running.pop(future) for future in finished]
+    results = [pool.collect(future.result()) for pool, future in zip(pools, finished, strict=True)]
+    return [pool for pool in pools if pool.admit()], results
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ class Lanes:
         return bucket(needed, (*rooms(self.job.limit(line), self.job.rules), needed))
 
     def _prepare(self, alive: list[int]) -> None:
-        """Prepare `run`. Programs are compiled here, in one thread, so that none is twice."""
+        """Prepare `run`."""
         runner, shape, rules = self.job.runner, self.shape, self.job.rules
         least_idle = self._least_idle(sum(self.joining, alive))
         least_idle = np.full(len(runner.devices), least_idle, np.int32)
@@ -200,7 +200,7 @@ class Lanes:
         begin = runner.begin(rules, shape)
         program = partial(run, runner.models, begin=begin, rules=rules, shape=shape)
         arrays = self.pool, *self.arguments
-        self.program = runner.compiled(("run", rules, shape), program, *arrays, donate=(1,))
+        self._wanted = ("run", rules, shape), program, *arrays
 
     def _most_last(self, alive: list[int]) -> int:
         """Return how many may be alive for `finish`; -1 while others may follow them."""
@@ -232,8 +232,7 @@ class Lanes:
         self.joining = [[line for line in each[shape.slots :] if line is not None] for each in rows]
         self.arguments = ()
         program = partial(finish, runner.models, rules=rules, shape=shape)
-        key = "finish", rules, shape, of_others
-        self.program = runner.compiled(key, program, *arrays, donate=(1,))
+        self._wanted = ("finish", rules, shape, of_others), program, *arrays
 
     def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
@@ -331,6 +330,14 @@ class Lanes:
         slots = [each for each in moving if isinstance(each, int)]
         paused = [each for each in moving if not isinstance(each, int)]
         return [leaving(self.pool, device, slots, self.job.runner), *paused] if slots else paused
+
+    def needs_program(self) -> bool:
+        """Return whether the program of the next `run` must be compiled, or loaded, first."""
+        return not self.job.runner.has_compiled(self._wanted[0])
+
+    def compile(self) -> None:
+        """Get that program. In one thread, so that none is compiled twice."""
+        self.program = self.job.runner.compiled(*self._wanted, donate=(1,))
 
     def run(self) -> Report:
         """Search until the newcomers have joined and some sentences, or most or all, are done."""
