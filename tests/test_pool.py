@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import gc
+import inspect
+import re
 import time
 import weakref
 from types import SimpleNamespace
@@ -734,3 +736,20 @@ def test_a_seed_that_would_be_cut_is_refused():
     Options(seed=2**32 - 1)
     with pytest.raises(ValueError, match=r"seed must be less than 2\*\*32; got 4294967296"):
         Options(seed=2**32)
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"scores": 1}, "scores must be True or False; got 1."),
+        ({"early_stopping": "no"}, "early_stopping must be True or False; got 'no'."),
+        ({"suppressed": 7}, "suppressed must be several ids; got 7."),
+        ({"length_penalty": "1"}, "length_penalty must be a number; got '1'."),
+        ({"beam_size": 4.0}, "beam_size must be a whole number; got 4.0."),
+        ({"max_extra_tokens": 0}, "max_extra_tokens must be at least 1; got 0."),
+    ],
+)
+def test_an_option_of_another_type_or_out_of_range_is_refused(settings, error):
+    init = inspect.unwrap(Options.__init__)  # without these tests' own check of types
+    with pytest.raises(ValueError, match=re.escape(error)):
+        init(object.__new__(Options), **settings)
