@@ -564,17 +564,19 @@ def test_one_hypothesis_is_found_without_scores_too(seed):
         assert np.isnan(without[line].log_prob).all() and np.isnan(without[line].score).all()
 
 
+def rules_of(**options):
+    """What programs are compiled for in a search with these options."""
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    return scheduling.Job(runner, {}, {}, Options(**options), 0).rules
+
+
 @pytest.mark.parametrize(
     "settings, differ",
     [({}, False), ({"beam_size": 1}, True), ({"beam_size": 2, "sampling": Sampling()}, False)],
 )
 def test_scores_make_other_programs_only_where_there_is_one_hypothesis(settings, differ):
     """Several are compared by their scores, whoever asks for them."""
-    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
-    without, scored = (
-        scheduling.Job(runner, {}, {}, Options(scores=scores, **settings), 0).rules
-        for scores in (False, True)
-    )
+    without, scored = (rules_of(scores=scores, **settings) for scores in (False, True))
     assert (without != scored) is differ
 
 
@@ -583,11 +585,7 @@ def test_scores_make_other_programs_only_where_there_is_one_hypothesis(settings,
     [({}, True), ({"beam_size": 1}, False), ({"beam_size": 2, "sampling": Sampling()}, False)],
 )
 def test_early_stopping_makes_other_programs_only_where_hypotheses_compete(settings, differ):
-    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
-    exact, early = (
-        scheduling.Job(runner, {}, {}, Options(early_stopping=early, **settings), 0).rules
-        for early in (False, True)
-    )
+    exact, early = (rules_of(early_stopping=early, **settings) for early in (False, True))
     assert (exact != early) is differ
 
 
