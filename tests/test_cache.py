@@ -63,6 +63,13 @@ def test_a_hypothesis_sees_its_own_tokens_while_entries_are_used_again(entries):
 def test_free_entries_are_those_that_no_hypothesis_sees():
     visible = jnp.array([[1, 0, 0, 1, 0], [1, 1, 0, 0, 0]], bool)
     assert_array_equal(free_entries(visible, 2), [2, 4])
+    assert_array_equal(free_entries(visible, 1), [2])
+
+
+def test_in_a_full_cache_the_free_entries_are_beyond_the_last():
+    visible = jnp.array([[1, 0, 0], [0, 1, 0]], bool)
+    assert_array_equal(free_entries(visible, 2), [2, 3])
+    assert_array_equal(free_entries(jnp.ones((1, 3), bool), 1), [3])
 
 
 def test_a_larger_cache_keeps_what_is_seen():

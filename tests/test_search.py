@@ -17,7 +17,13 @@ from flaxformer_min.decoding.choices import (
     sample_token,
     top_k_tokens,
 )
-from flaxformer_min.decoding.search import Prefix, no_prefix, search
+from flaxformer_min.decoding.search import (
+    Hypotheses,
+    Prefix,
+    merge_finished,
+    no_prefix,
+    search,
+)
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -549,3 +555,16 @@ def test_settings_without_sense_are_refused(wrong, message):
         jax.eval_shape(
             partial(search, *model, key=key, **settings), states, no_prefix(1), jnp.array([3])
         )
+
+
+@pytest.mark.parametrize(
+    "scores, winner", [((-2.0, -1.0), 1), ((-1.0, -2.0), 0), ((-1.0, -1.0), 0), ((-np.inf, -1), 1)]
+)
+def test_of_two_finished_hypotheses_the_better_stays_and_the_earlier_if_they_tie(scores, winner):
+    both = [
+        Hypotheses(jnp.full((1, 3), number), jnp.array([score]), jnp.array([score]))
+        for number, score in enumerate(scores)
+    ]
+    best = merge_finished(*both)
+    assert best.ids.tolist() == [[winner] * 3]
+    assert best.score.tolist() == best.log_prob.tolist() == [scores[winner]]

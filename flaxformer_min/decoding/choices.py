@@ -62,13 +62,13 @@ class Choice(NamedTuple):
     """The next hypotheses of a sentence.
 
     ended:    log-probability of each old hypothesis with EOS, -inf if it does not end.
-    parent:   the old hypothesis that each new one continues.
+    parent:   the old hypothesis that each new one continues; None: that in its own slot.
     token:    its new token.
     log_prob: its log-probability, including the token; -inf for an empty slot.
     """
 
     ended: Float[Array, " beam"]
-    parent: Int[Array, " beam"]
+    parent: Int[Array, " beam"] | None
     token: Int[Array, " beam"]
     log_prob: Float[Array, " beam"]
 
@@ -115,8 +115,10 @@ def top_k_tokens(
     maxima = joint(jnp.broadcast_to(base[:, None], maxima.shape), maxima)
     # In the order of the logits, so that the lower parent, then the lower token, wins a tie.
     block = jnp.sort(jax.lax.top_k(maxima.reshape(-1), min(count, maxima.size))[1])
-    parent = jnp.repeat(block // maxima.shape[1], size)
-    start = block % maxima.shape[1] * size
+    parent = jnp.zeros_like(block)
+    if beam > 1:
+        parent, block = jnp.divmod(block, maxima.shape[1])
+    parent, start = jnp.repeat(parent, size), block * size
     token = (start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]).reshape(-1)
     within = logits.at[parent, token].get(mode="fill", fill_value=-jnp.inf)
     within = jnp.where(token >= FIRST_REGULAR_ID, within, -jnp.inf)
@@ -159,9 +161,8 @@ def choose_greedy(
     # By the logits alone: added to `base`, two of them may round to the same.
     choice = choose_beam(jnp.zeros_like(base), logits, may_end, must_end, beam_size=1)
     ended, log_prob = joint(base, choice.ended), joint(base, choice.log_prob)
-    return choice._replace(
-        ended=ended, log_prob=jnp.where(choice.ended > -jnp.inf, -jnp.inf, log_prob)
-    )
+    log_prob = jnp.where(choice.ended > -jnp.inf, -jnp.inf, log_prob)
+    return Choice(ended, None, choice.token, log_prob)
 
 
 def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:
@@ -227,7 +228,6 @@ def choose_random(
     masked = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
     drawn = jax.vmap(partial(sample_token, sampling=sampling))(masked, keys)
-    parent = jnp.arange(beam, dtype=jnp.int32)
-    total = joint(base, masked[parent, drawn])
+    total = joint(base, masked[jnp.arange(beam, dtype=jnp.int32), drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)
-    return Choice(ended, parent, drawn, jnp.where(drawn == EOS, -jnp.inf, total))
+    return Choice(ended, None, drawn, jnp.where(drawn == EOS, -jnp.inf, total))

@@ -140,6 +140,8 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
 
 def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
     """Return the best by score of both; an earlier finished hypothesis wins a tie."""
+    if finished.score.size == ended.score.size == 1:  # a comparison takes a fraction of sorting
+        return jax.tree.map(partial(jnp.where, ended.score > finished.score), ended, finished)
     both = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), finished, ended)
     _, best = jax.lax.top_k(both.score, finished.score.size)
     return jax.tree.map(lambda column: column[best], both)
@@ -156,10 +158,8 @@ def advance(
     enough: int,
     suppressed: tuple[int, ...] = (),
     scored: bool = True,
-) -> tuple[Progress, Int[Array, " next"]]:
-    """Take one step of any search for one sentence: choose its next token.
-
-    Returns the progress, and the parent of each alive hypothesis.
+) -> tuple[Progress, Int[Array, " next"] | None]:
+    """Take one step of any search for one sentence; return its progress and `Choice.parent`.
 
     A hypothesis stays alive only while its bound, log_prob / length_penalty(longest possible
     length), is better than the worst finished score (-inf while fewer than n_best have finished).
@@ -193,8 +193,8 @@ def advance(
     reached = jnp.where(count < enough, row.prefix_length + row.limit, length)
     bound = choice.log_prob / length_penalty(reached, alpha)
     log_prob = jnp.where(bound > finished.score[-1], choice.log_prob, -jnp.inf)
-    ids = alive.ids[choice.parent].at[:, index].set(choice.token)
-    alive = Alive(choice.token, log_prob, ids)
+    ids = alive.ids if choice.parent is None else alive.ids[choice.parent]
+    alive = Alive(choice.token, log_prob, ids.at[:, index].set(choice.token))
     return Progress(index + 1, count, alive, finished), choice.parent
 
 
@@ -267,8 +267,7 @@ class Search:
         logits, cache = self.decode_step(state.progress.alive.token, state.cache)
         _check_vocabulary(logits.shape[-1])
         progress, parents = self.advance(state.progress, logits, state.rows)
-        # Greedily, and in sampling, a hypothesis has its slot for itself.
-        if self.rules.competing:
+        if parents is not None:
             cache = self.reorder(cache, parents)
         return State(state.rows, progress, cache)
 
