@@ -761,7 +761,8 @@ def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
     program = (
         "import sys, time; from flaxformer_min import cli;"
         "from flaxformer_min.decoding.scheduling import Lanes;"
-        "Lanes.run = lambda self: (print('running', file=sys.stderr, flush=True), time.sleep(600));"
+        "say = lambda: print('running', file=sys.stderr, flush=True);"
+        "Lanes.run = lambda self, launched: (launched.set(), say(), time.sleep(600));"
         "sys.argv[1:] = ['translate', sys.argv[1]]; sys.exit(cli.main())"
     )
     command = [sys.executable, "-c", program, str(paths["run"])]

@@ -429,8 +429,8 @@ def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch)
     pool, alive = [], []
     run, compile_program = scheduling.Lanes.run, BatchRunner._compile
 
-    def running(lanes):
-        report = run(lanes)
+    def running(lanes, launched):
+        report = run(lanes, launched)
         pool[:] = [weakref.ref(array) for array in jax.tree.leaves(lanes.pool)]
         return report
 
@@ -447,15 +447,48 @@ def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch)
         assert arrays and not any(arrays)
 
 
+def test_all_pools_search_while_the_caller_has_what_was_found(monkeypatch):
+    """Two cores, so two searches are on their way, unless none is left to begin."""
+    launched, done = [], []
+    run, collect = scheduling.Lanes.run, scheduling.Lanes.collect
+
+    def running(lanes, event):
+        launched.append(lanes)
+        return run(lanes, event)
+
+    def collecting(lanes, report):
+        done.append(lanes)
+        return collect(lanes, report)
+
+    monkeypatch.setattr(scheduling.Lanes, "run", running)
+    monkeypatch.setattr(scheduling.Lanes, "collect", collecting)
+    table = jnp.asarray(make_table(eos=0.7))
+    runner = BatchRunner([Table()], [table], 8)
+    runner.cores, sources = 2, make_sources([9] * 60)
+    found = runner.search(sources, {line: [] for line in sources}, Options(beam_size=2))
+    left = [len(launched) - len(done) for _ in found]
+    assert len(left) > 4
+    assert left[:4] == [2] * 4
+
+
+def test_a_search_that_fails_as_it_is_launched_raises(monkeypatch):
+    def compiled(runner, *arguments, **settings):
+        return lambda *_: 1 // 0
+
+    monkeypatch.setattr(BatchRunner, "compiled", compiled)
+    with pytest.raises(ZeroDivisionError):
+        find(make_table(eos=0.7), make_sources([9] * 20))
+
+
 def test_no_core_searches_while_a_program_is_compiled(monkeypatch):
     """So that each has left the pool that it outgrew."""
     searching, seen = [], []
     run, compile_program = scheduling.Lanes.run, BatchRunner._compile
 
-    def running(lanes):
+    def running(lanes, launched):
         searching.append(lanes)
         time.sleep(0.02 * len(searching))
-        report = run(lanes)
+        report = run(lanes, launched)
         searching.remove(lanes)
         return report
 

@@ -462,11 +462,11 @@ def test_each_core_searches_in_a_pool_of_its_own(translator, options, expected, 
     both = threading.Barrier(2, timeout=60)
     begun, run = set(), scheduling.Lanes.run
 
-    def meeting(pool):
+    def meeting(pool, launched):
         if pool not in begun:
             begun.add(pool)
             both.wait()
-        return run(pool)
+        return run(pool, launched)
 
     monkeypatch.setattr(scheduling.Lanes, "run", meeting)
     found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:16]], options)

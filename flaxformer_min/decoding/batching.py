@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from threading import Event
 from typing import Any
 
 import jax
@@ -192,13 +193,22 @@ class BatchRunner:
         # Dealt out beforehand: shapes must not depend on which core is faster.
         pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)
+        running: dict[Future, Lanes] = {}
+
+        def start(pools: list[Lanes]) -> None:
+            for pool in pools:
+                pool.compile()
+            launched = [Event() for _ in pools]
+            for pool, event in zip(pools, launched, strict=True):
+                future = executor.submit(pool.run, event)
+                future.add_done_callback(lambda _, event=event: event.set())  # it may have failed
+                running[future] = pool
+            for event in launched:
+                event.wait()  # or the caller would hold Python's lock, and a core would wait for it
+
         try:
-            running: dict[Future, Lanes] = {}
-            ready = [pool for pool in pools if pool.admit()]
-            while ready or running:
-                for pool in ready:
-                    pool.compile()
-                running |= {executor.submit(pool.run): pool for pool in ready}
+            start([pool for pool in pools if pool.admit()])
+            while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 if stop is not None and stop():
                     raise Stopped
@@ -207,6 +217,7 @@ class BatchRunner:
                     # Most memory is in use as a program is loaded: others may leave their pools.
                     others, more = _collect(running, wait(running).done)
                     ready, results = ready + others, results + more
+                start(ready)  # before the caller does anything with what was found
                 for batch, hypotheses in results:
                     if batch:
                         yield batch, hypotheses

@@ -5,7 +5,8 @@ Nothing here is compiled; `programs` is, and `batching` has the devices that run
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from threading import Event
 from typing import Any, NamedTuple
 
 import jax
@@ -76,9 +77,13 @@ class Job:
         """Return the tokens of a source."""
         return len(self.sources[line])
 
+    @cached_property
+    def _widths(self) -> dict[int, int]:
+        return {line: bucket(self.length(line), self.runner.lengths) for line in self.sources}
+
     def width(self, line: int) -> int:
         """Return the tokens that a source is padded to, unless it joins longer ones."""
-        return bucket(self.length(line), self.runner.lengths)
+        return self._widths[line]
 
     def order(self, line: int) -> tuple[int, int, int]:
         """Return the key by which lines are sorted.
@@ -339,13 +344,17 @@ class Lanes:
         """Get that program. In one thread, so that none is compiled twice."""
         self.program = self.job.runner.compiled(*self._wanted, donate=(1,))
 
-    def run(self) -> Report:
-        """Search until the newcomers have joined and some sentences, or most or all, are done."""
+    def run(self, launched: Event) -> Report:
+        """Search until the newcomers have joined and some sentences, or most or all, are done.
+
+        Sets `launched` once the devices compute.
+        """
         runner = self.job.runner
         if self.moving:  # not before, because other cores run beside this
             self.pool, *others = [move() for move in self.moving]
             self.arguments, self.moving = (*others, *self.arguments), []
         self.pool, report = self.program(runner.params, self.pool, *self.arguments)
+        launched.set()
         return jax.device_get(report)
 
     def collect(self, report: Report) -> tuple[list[int], Hypotheses]:
