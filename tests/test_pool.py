@@ -7,6 +7,7 @@ import inspect
 import re
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,13 +17,16 @@ import numpy as np
 import pytest
 import slow_search
 
+from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import batching, moves, programs, scheduling, shapes
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
 from flaxformer_min.decoding.moves import rows
-from flaxformer_min.decoding.pool import Pool, PoolShape
+from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape, begin
+from flaxformer_min.decoding.search import Rules
 from flaxformer_min.model.target import compiling_for
-from flaxformer_min.tokens import BOS, EOS
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import BOS, EOS, Batch, one_sentence_per_row
 
 STATES, VOCAB = 997, 11
 
@@ -633,15 +637,15 @@ def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, 
 
 
 @pytest.mark.parametrize(
-    "width, slots, newcomers, capacity",
-    [(24, 16, 64, 48), (48, 8, 32, 96), (64, 8, 16, 120), (256, 8, 8, 312)],
+    "width, slots, newcomers, capacity, narrow",
+    [(24, 16, 64, 48, 16), (48, 8, 32, 96, 0), (64, 8, 16, 120, 0), (256, 8, 8, 312, 0)],
 )
-def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers, capacity):
+def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers, capacity, narrow):
     """Of 384 source tokens, with room for twice as many new ones; a large model has others."""
     runner = BatchRunner([Table()], [jnp.zeros(4 << 20, jnp.float32)])
     job = scheduling.Job(runner, {}, {}, Options(beam_size=1), 0)
     shape = runner.shape(job, width, 500)
-    assert shape == PoolShape(slots, newcomers, width, capacity, width + 50)
+    assert shape == PoolShape(slots, newcomers, width, capacity, width + 50, narrow=narrow)
     runner.use_params([jnp.zeros((4 << 20) + 1, jnp.float32)])
     assert runner.shape(job, width, 500).slots == min(64, 64 * 128 // width)
     accelerator = BatchRunner([Table()], [jnp.zeros(4)])
@@ -693,6 +697,38 @@ def test_newcomers_are_begun_a_part_at_a_time_as_they_join(monkeypatch):
     assert begun[0] == 0
     assert begun[1] > 1
     expect_as_alone(found, table, sources, extra=60, beam_size=2, n_best=1)
+
+
+@pytest.mark.parametrize("longest, width", [(16, 16), (17, 24)])
+def test_newcomers_are_encoded_at_the_narrow_width_if_all_fit(longest, width, monkeypatch):
+    """What cross-attention reads has the width of the pool either way."""
+    config = ModelConfig(vocab_size=20, num_layers=2, d_model=8, d_ff=8, num_heads=2)
+    model, encode, widths = Transformer(config), Transformer.encode, []
+    source = shapes.padded([[7] * (length - 1) + [EOS] for length in (5, longest)], 2, 24)
+    tokens = one_sentence_per_row(jnp.asarray(source))
+    params = model.init(jax.random.key(0), Batch(tokens, tokens))
+    encoded = model.apply(params, tokens, method="encode")
+    expected = model.apply(params, encoded, tokens, method="precompute_cross_attention")
+
+    def noted(self, tokens):
+        jax.debug.callback(lambda _: widths.append(tokens.ids.shape[1]), tokens.ids.sum())
+        return encode(self, tokens)
+
+    monkeypatch.setattr(Transformer, "encode", noted)
+    shape = PoolShape(2, 2, 24, 8, 8, narrow=16)
+    numbers = np.array([9, 9], np.int32)
+    newcomers = Newcomers(np.int32(2), source, numbers, numbers, None, None)
+    begin_pool = partial(begin, [model], rules=Rules(beam_size=1), shape=shape)
+    state = jax.jit(begin_pool)([params["params"]], newcomers)
+    jax.effects_barrier()
+    assert widths == [width]
+    ((cross, _),) = state.cache
+    is_token = np.asarray(tokens.segments)[:, None, :, None] > 0
+    np.testing.assert_array_equal(cross.segments, tokens.segments)
+    for layer, of_layer in zip(cross.keys_values, expected.keys_values, strict=True):
+        for name in ("keys", "values"):
+            found, given = (np.where(is_token, getattr(x, name), 0) for x in (layer, of_layer))
+            np.testing.assert_allclose(found, given, atol=1e-6)
 
 
 def usage_in_small_pools(lengths, eos, beam, cores):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from flaxformer_min.decoding.ensemble import log_mean_probability, search_of
 from flaxformer_min.decoding.search import Prefix, Rules, State
-from flaxformer_min.model.transformer import first_tokens
+from flaxformer_min.model.transformer import Transformer, first_tokens
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
 
@@ -30,6 +30,8 @@ class PoolShape:
     capacity:  new tokens that the cache of a sentence has room for, all hypotheses together.
     steps:     most new tokens of any sentence.
     prefix:    tokens that forced prefixes are padded to.
+    narrow:    tokens that a part is padded to while it is encoded, if all of it is so short; 0:
+               always `width`.
     """
 
     slots: int
@@ -38,6 +40,7 @@ class PoolShape:
     capacity: int
     steps: int
     prefix: int = 0
+    narrow: int = 0
 
     @property
     def part(self) -> int:
@@ -109,13 +112,15 @@ def begin(
 
     Their caches have room for one token (see `with_room`).
     """
-    tokens, prefix = one_sentence_per_row(newcomers.source), newcomers.prefix
+    prefix = newcomers.prefix
     if prefix is None:  # jax 0.11 cannot compile an argument without elements
         prefix = jnp.zeros((newcomers.source.shape[0], 0), jnp.int32)
     caches, log_probs = [], []
     for model, weights in zip(models, params, strict=True):
         apply = partial(model.apply, {"params": weights})
-        cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
+        # A model of one's own may return what has no `resize`.
+        narrow = shape.narrow if type(model) is Transformer else 0
+        cross = _encoded(apply, newcomers.source, narrow)
         cache, of_prefix = apply(cross, rules.beam_size, 1, prefix, method="prefill")
         caches.append((cross, cache))
         log_probs.append(of_prefix)
@@ -129,6 +134,22 @@ def begin(
     )
     search = search_of(models, params, rules)
     return search.begin(caches, given, newcomers.max_length, shape.steps, key)
+
+
+def _encoded(apply: Callable[..., Any], source: Int[Array, "newcomers width"], narrow: int) -> Any:
+    """Return what cross-attention reads; sources are cut to `narrow` tokens if none has more."""
+
+    def encoded(source: Int[Array, "newcomers length"]) -> Any:
+        tokens = one_sentence_per_row(source)
+        return apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
+
+    if not narrow:
+        return encoded(source)
+    return jax.lax.cond(
+        (source[:, narrow:] == PAD).all(),
+        lambda: encoded(source[:, :narrow]).resize(source.shape[1]),
+        lambda: encoded(source),
+    )
 
 
 def empty_pool(

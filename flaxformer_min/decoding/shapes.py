@@ -31,6 +31,10 @@ LONGEST_OF_A_FULL_BATCH = 128
 SMALL_POOL = 16 * 24
 """Source tokens of all sentences in a small pool, if each has one hypothesis."""
 
+NARROW = 16
+"""Tokens that the sources of a small pool of the first of `LENGTHS` are padded to while they are
+encoded, where that is enough. Encoding takes more than a quarter of a greedy search."""
+
 SMALL_BEAM_POOL = 32 * 24
 """Source tokens of all sentences in a small pool, if hypotheses compete."""
 
@@ -81,7 +85,9 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     """
     slots = min(slots, largest(BATCHES, SMALL_POOL // width))
     newcomers = min(4 * slots, largest(BATCHES, 4 * SMALL_POOL // width))
-    return PoolShape(slots, newcomers, width, in_blocks(min(2 * width, steps), 1), steps, prefix)
+    capacity = in_blocks(min(2 * width, steps), 1)
+    narrow = NARROW if width == LENGTHS[0] else 0
+    return PoolShape(slots, newcomers, width, capacity, steps, prefix, narrow)
 
 
 def small_beam_pool_shape(

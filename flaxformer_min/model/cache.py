@@ -23,6 +23,11 @@ class CrossAttentionCache(NamedTuple):
     segments: Int[Array, "batch source"]
     keys_values: tuple[KeyValue, ...]
 
+    def resize(self, source: int) -> "CrossAttentionCache":
+        """Return the cache of sources that are padded, or cut, to so many tokens."""
+        resized = tuple(layer.resize(source) for layer in self.keys_values)
+        return CrossAttentionCache(resize_axis(self.segments, source, axis=1), resized)
+
 
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.
