@@ -340,8 +340,10 @@ class BatchRunner:
 
     def _compile(self, program: Callable, trees: Sequence[Any], donate: tuple) -> Callable:
         with _explain_mismatch():
-            mapped = on_each_device(program, self.devices, len(trees), donate)
-            lowered = mapped.lower(self.params, *trees)
+            # The function itself is freed before the program is compiled.
+            lowered = on_each_device(program, self.devices, len(trees), donate).lower(
+                self.params, *trees
+            )
         options = CPU_OPTIONS if self.kind == "cpu" else {}
         return lowered.compile(options | (SINGLE_THREADED if self.cores > 1 else {}))
 
