@@ -17,13 +17,7 @@ from flaxformer_min.decoding.choices import (
     sample_token,
     top_k_tokens,
 )
-from flaxformer_min.decoding.search import (
-    Hypotheses,
-    Prefix,
-    merge_finished,
-    no_prefix,
-    search,
-)
+from flaxformer_min.decoding.search import Hypotheses, Prefix, merge_finished, no_prefix, search
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 

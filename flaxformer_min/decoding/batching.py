@@ -193,21 +193,8 @@ class BatchRunner:
         # Dealt out beforehand: shapes must not depend on which core is faster.
         pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
         executor = ThreadPoolExecutor(self.cores)
-        running: dict[Future, Lanes] = {}
-
-        def start(pools: list[Lanes]) -> None:
-            for pool in pools:
-                pool.compile()
-            launched = [Event() for _ in pools]
-            for pool, event in zip(pools, launched, strict=True):
-                future = executor.submit(pool.run, event)
-                future.add_done_callback(lambda _, event=event: event.set())  # it may have failed
-                running[future] = pool
-            for event in launched:
-                event.wait()  # or the caller would hold Python's lock, and a core would wait for it
-
         try:
-            start([pool for pool in pools if pool.admit()])
+            running = _start(executor, [pool for pool in pools if pool.admit()])
             while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 if stop is not None and stop():
@@ -217,7 +204,8 @@ class BatchRunner:
                     # Most memory is in use as a program is loaded: others may leave their pools.
                     others, more = _collect(running, wait(running).done)
                     ready, results = ready + others, results + more
-                start(ready)  # before the caller does anything with what was found
+                # Before the caller does anything with what was found.
+                running |= _start(executor, ready)
                 for batch, hypotheses in results:
                     if batch:
                         yield batch, hypotheses
@@ -346,6 +334,21 @@ class BatchRunner:
             )
         options = CPU_OPTIONS if self.kind == "cpu" else {}
         return lowered.compile(options | (SINGLE_THREADED if self.cores > 1 else {}))
+
+
+def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:
+    """Return the searches of these pools once they compute, or have failed."""
+    for pool in pools:
+        pool.compile()
+    running: dict[Future, Lanes] = {}
+    launched = [Event() for _ in pools]
+    for pool, event in zip(pools, launched, strict=True):
+        future = executor.submit(pool.run, event)
+        future.add_done_callback(lambda _, event=event: event.set())  # it may have failed
+        running[future] = pool
+    for event in launched:
+        event.wait()  # or the caller would hold Python's lock, and a core would wait for it
+    return running
 
 
 def _collect(
