@@ -273,6 +273,22 @@ def test_on_a_gpu_hypotheses_that_do_not_compete_are_those_of_a_cpu(sampling, ba
         np.testing.assert_array_equal(on_gpu[line].ids, on_cpu[line].ids)
 
 
+@pytest.mark.parametrize("platform, is_graph", [("gpu", True), ("tpu", False), ("cpu", False)])
+def test_an_nvidia_gpu_repeats_a_loop_as_a_graph(monkeypatch, platform, is_graph):
+    """By an option that jax knows, whose value it checks for any device."""
+    compiled, given = jax.stages.Lowered.compile, []
+
+    def compile(lowered, options):
+        given.append(options)
+        return compiled(lowered, options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        find(make_table(eos=0.7), make_sources([3]))
+    kinds = [each.get("xla_gpu_enable_command_buffer", "").split(",") for each in given]
+    assert kinds and {"WHILE" in each for each in kinds} == {is_graph}
+
+
 @pytest.mark.parametrize(
     "platform, slots, steps, capacity",
     [("gpu", 256, 256, 1024), ("gpu", 256, 257, 64), ("gpu", 8, 74, 304), ("tpu", 8, 74, 64)],
