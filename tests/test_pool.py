@@ -670,6 +670,30 @@ def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers
     assert shape.slots == shape.newcomers > slots
 
 
+@pytest.mark.parametrize(
+    "l2, width, slots, newcomers",
+    [
+        (1 << 19, 24, 64, 256),
+        (1 << 19, 48, 32, 128),
+        (1 << 19, 64, 16, 64),
+        (1 << 19, 256, 8, 16),
+        ((1 << 20) - 1, 24, 64, 256),
+        (1 << 20, 24, 16, 64),
+        (1 << 21, 24, 16, 64),
+        (None, 24, 16, 64),
+    ],
+)
+def test_small_pools_are_four_times_as_large_with_a_small_l2_cache(
+    l2, width, slots, newcomers, monkeypatch
+):
+    """Of 1,536 source tokens, if a core has less than a megabyte of level 2 cache."""
+    monkeypatch.setattr(shapes, "l2_cache_size", lambda: l2)
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    job = scheduling.Job(runner, {}, {}, Options(beam_size=1), 0)
+    shape = runner.shape(job, width, 500)
+    assert (shape.slots, shape.newcomers) == (slots, newcomers)
+
+
 @pytest.mark.parametrize("width, slots", [(24, 32), (48, 16), (64, 8), (256, 8)])
 def test_with_a_beam_a_small_model_has_small_pools_of_768_source_tokens(width, slots):
     """A large model has as large ones as without a beam; samples do not compete."""
@@ -756,16 +780,22 @@ def usage_in_small_pools(lengths, eos, beam, cores):
     return runner.usage
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_small_pools_find_what_each_sentence_gets_alone(cores, schedule):
+@pytest.mark.parametrize(
+    "cores, l2, slots, least",
+    [(1, 1 << 20, {8, 16}, 0.9), (2, 1 << 20, {8, 16}, 0.9), (2, 1 << 19, {16, 64}, 0.8)],
+)
+def test_small_pools_find_what_each_sentence_gets_alone(
+    cores, l2, slots, least, schedule, monkeypatch
+):
     """Newcomers fill the slots several times; some outgrow their cache; widths change."""
+    monkeypatch.setattr(shapes, "l2_cache_size", lambda: l2)
     rng = np.random.default_rng(3)
     lengths = [*rng.integers(3, 25, 200), *rng.integers(25, 41, 80), *rng.integers(41, 65, 9)]
     usage = usage_in_small_pools(lengths, eos=-2.0, beam=1, cores=cores)
-    shapes, paused, _ = schedule
-    assert {shape.slots for shape in shapes} == {8, 16}
+    built, paused, _ = schedule
+    assert {shape.slots for shape in built} == slots
     assert paused
-    assert usage.share > 0.9
+    assert usage.share > least
 
 
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -11,6 +11,7 @@ import numpy as np
 from flaxformer_min.decoding.pool import PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.model.target import target_platform
+from flaxformer_min.runtime.devices import l2_cache_size
 from flaxformer_min.tokens import PAD
 
 LENGTHS = (24, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -30,6 +31,13 @@ LONGEST_OF_A_FULL_BATCH = 128
 
 SMALL_POOL = 16 * 24
 """Source tokens of all sentences in a small pool, if each has one hypothesis."""
+
+SMALL_POOL_WITH_SMALL_L2 = 64 * 24
+"""The same on a CPU whose cores have less than `LARGE_L2` of level 2 cache. There each step reads
+weights and the caches of sentences from farther away; more sentences share what weights cost."""
+
+LARGE_L2 = 1 << 20
+"""Bytes of a core's level 2 cache from which on a pool of `SMALL_POOL` is the faster one."""
 
 NARROW = 16
 """Tokens that the sources of a small pool of the first of `LENGTHS` are padded to while they are
@@ -83,8 +91,10 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     With room for twice the tokens of a source few sentences pause. More newcomers than slots join
     in a call, because starting one takes as long as two steps of so few.
     """
-    slots = min(slots, largest(BATCHES, SMALL_POOL // width))
-    newcomers = min(4 * slots, largest(BATCHES, 4 * SMALL_POOL // width))
+    l2 = l2_cache_size()
+    tokens = SMALL_POOL if l2 is None or l2 >= LARGE_L2 else SMALL_POOL_WITH_SMALL_L2
+    slots = min(slots, largest(BATCHES, tokens // width))
+    newcomers = min(4 * slots, largest(BATCHES, 4 * tokens // width))
     capacity = in_blocks(min(2 * width, steps), 1)
     narrow = NARROW if width == LENGTHS[0] else 0
     return PoolShape(slots, newcomers, width, capacity, steps, prefix, narrow)

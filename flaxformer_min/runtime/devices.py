@@ -13,6 +13,9 @@ import numpy as np
 MOST_CPU_DEVICES = 8
 """Each device has its own copy of the parameters in training, and its own batch in decoding."""
 
+CACHES_OF_A_CORE = Path("/sys/devices/system/cpu/cpu0/cache")
+"""Where Linux describes the caches of a CPU core, a folder for each."""
+
 
 def configure_cpu_devices(rows: int = 0) -> None:
     """Make each CPU core a jax device, up to eight; with `rows`, only as many as divide it evenly.
@@ -29,6 +32,15 @@ def configure_cpu_devices(rows: int = 0) -> None:
     devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
     with contextlib.suppress(RuntimeError):  # jax is initialized already
         jax.config.update("jax_num_cpu_devices", devices)
+
+
+def l2_cache_size() -> int | None:
+    """Return the bytes of a CPU core's level 2 cache; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for cache in CACHES_OF_A_CORE.glob("index*"):
+            if (cache / "level").read_text().strip() == "2":
+                return int((cache / "size").read_text().strip().removesuffix("K")) << 10
+    return None
 
 
 def same_on(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
