@@ -259,6 +259,23 @@ def test_pairs_that_are_none_are_refused_by_name(tmp_path, pairs, error):
         train(CONFIG, tmp_path / "run", pairs=pairs)
 
 
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ({"config": {}}, r"config must be a Config, .* got dict\.$"),
+        ({"config": Config}, r"config must be a Config, .* got type\.$"),
+        ({"model": Transformer}, r"an instance of a Linen module, .* got the class Transformer\.$"),
+        ({"model": "base"}, r"an instance of a Linen module, .* got str\.$"),
+        ({"stop": True}, r"stop must be a function or None; got True\.$"),
+        ({"token_loss": 0.1}, r"token_loss must be a function or None; got 0\.1\.$"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_there_is_a_folder(tmp_path, arguments, error):
+    with pytest.raises(ValueError, match=error):
+        train(**{"config": CONFIG, "workdir": tmp_path / "run", "pairs": PAIRS, **arguments})
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_vocabulary_that_is_told_is_that_of_the_tokenizer(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxformer_min")
     model = dataclasses.replace(CONFIG.model, vocab_size=2000)

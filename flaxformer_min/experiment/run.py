@@ -109,12 +109,13 @@ def train(
     stays in jax's caches; after many calls, `jax.clear_caches()` frees it. Progress is logged to
     "flaxformer_min" at level INFO.
 
-    Raises ValueError for settings, text or a folder that cannot be used, RuntimeError if training
+    Raises ValueError for arguments, text or a folder that cannot be used, RuntimeError if training
     diverges or memory does not suffice, OSError if the disk is full.
 
     >>> config = Config(...)                                    # doctest: +SKIP
     >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
     """
+    _check_arguments(config, model, token_loss=token_loss, stop=stop)
     run, interrupt = RunFolder(workdir), Interrupt(stop)
     with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
         with main_process_first("lock"):
@@ -133,6 +134,25 @@ def train(
         if not result.stopped:
             LOGGER.info("Time: %s; of these %s.", watch, compiled)
         return result
+
+
+def _check_arguments(config: Any, model: Any, **functions: Any) -> None:
+    """Raise ValueError for an argument of another type than `train` takes."""
+    if not isinstance(config, Config):
+        raise ValueError(
+            "config must be a Config, as Config(training=TrainingConfig(steps=100)); got "
+            f"{type(config).__name__}."
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        is_class = isinstance(model, type)
+        found = f"the class {model.__name__}" if is_class else type(model).__name__
+        raise ValueError(
+            "model must be an instance of a Linen module, as Transformer(config.model); got "
+            f"{found}."
+        )
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function or None; got {function!r}.")
 
 
 def _newest_step(run: RunFolder) -> int:
