@@ -185,7 +185,8 @@ def _add_search(parser: _Parser) -> None:
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"most tokens by which a translation may be longer than its source ({OWN})")
     add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
-        help="fewest tokens of a translation, EOS not counted (default: 0)")
+        help="fewest tokens of a translation, EOS not counted, if --max-extra-tokens allows so "
+        "many (default: 0)")
 
 
 def _add_sampling(parser: _Parser) -> None:
