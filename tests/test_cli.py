@@ -297,7 +297,7 @@ def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch):
 
 def test_a_full_disk_is_one_sentence(call, mirror):
     status, _, err = call("translate {run} --output /dev/full", b"a\n")
-    assert (status, err) == (2, "flaxformer-min: error: No space left on device\n")
+    assert (status, err) == (2, "flaxformer-min: error: /dev/full: No space left on device\n")
 
 
 # Lines in, lines out

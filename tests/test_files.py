@@ -1,12 +1,14 @@
 """Folders appear whole, where they were asked for, and nothing else is touched."""
 
 import os
+import resource
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from flaxformer_min.runtime.files import ABANDONED, folder_atomically
+from flaxformer_min.runtime.files import ABANDONED, folder_atomically, open_atomically
 
 
 def write(path, **options):
@@ -56,3 +58,30 @@ def test_only_a_caches_abandoned_folders_are_removed_whatever_their_name(tmp_pat
             os.utime(parent / name, (time.time() - 2 * ABANDONED,) * 2)
         write(parent / "new", cached=cached)
         assert set(os.listdir(parent)) == left
+
+
+@pytest.fixture
+def files_of_a_kilobyte():
+    """No file of this process may be larger, which is told as a full disk is: without its name."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_what_does_not_fit_on_the_disk_is_named(tmp_path, files_of_a_kilobyte):
+    """By the name that the user gave, not by that of the unfinished version."""
+    with (
+        pytest.raises(OSError, match=f"'{tmp_path}/out'$"),
+        folder_atomically(tmp_path / "out") as folder,
+        (folder / "model.bin").open("wb") as file,
+    ):
+        file.write(bytes(2000))
+    with (
+        pytest.raises(OSError, match=f"'{tmp_path}/text'$"),
+        open_atomically(tmp_path / "text") as file,
+    ):
+        file.write(bytes(2000))
+    assert not [*tmp_path.iterdir()]

@@ -1,6 +1,7 @@
 """Atomic writing of files and folders, and where they are."""
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -16,6 +17,9 @@ PARTIAL = ".partial"
 ABANDONED = 24 * 3600
 """Seconds after the last change from which a partial folder is that of a killed process."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing that do not tell which file it was."""
+
 
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
@@ -25,7 +29,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises ValueError if the folder does not exist.
     """
     if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+        with _naming(path), path.open("wb") as file:
             yield file
         return
     path = path.resolve()
@@ -34,7 +38,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}-*{PARTIAL}"))
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _naming(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -74,10 +78,11 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     _remove_abandoned(path.parent.glob(f".{own}*{PARTIAL}"))
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
     try:
-        yield scratch
-        for file in (path for path in scratch.iterdir() if path.is_file()):
-            with file.open("rb+") as opened:
-                os.fsync(opened.fileno())
+        with _naming(path):
+            yield scratch
+            for file in (path for path in scratch.iterdir() if path.is_file()):
+                with file.open("rb+") as opened:
+                    os.fsync(opened.fileno())
         os.chmod(scratch, 0o777 & ~_umask())
         if path.is_dir() and not cached:
             _fill(path, scratch)
@@ -89,6 +94,17 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name what was to be written in the error of a full disk, quota or largest file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _fill(folder: Path, scratch: Path) -> None:
