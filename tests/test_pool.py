@@ -290,6 +290,27 @@ def test_an_nvidia_gpu_repeats_a_loop_as_a_graph(monkeypatch, platform, is_graph
 
 
 @pytest.mark.parametrize(
+    "platform, cores, flags, names",
+    [
+        ("cpu", 1, "", {"xla_disable_hlo_passes"}),
+        ("cpu", 2, "", {"xla_disable_hlo_passes", "xla_cpu_multi_thread_eigen"}),
+        ("cpu", 2, "--xla_disable_hlo_passes=dce --xla_a", {"xla_cpu_multi_thread_eigen"}),
+        ("cpu", 2, "--xla_cpu_multi_thread_eigen", {"xla_disable_hlo_passes"}),
+        ("gpu", 1, "--xla_disable_hlo_passes=dce", {"xla_gpu_enable_command_buffer"}),
+        ("gpu", 1, "--xla_gpu_enable_command_buffer=", set()),
+        ("tpu", 1, "", set()),
+    ],
+)
+def test_an_option_of_the_compiler_that_the_user_has_set_stays(
+    platform, cores, flags, names, monkeypatch
+):
+    """An option of a program would go before XLA_FLAGS."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
+        assert set(programs.compiler_options(cores)) == names
+
+
+@pytest.mark.parametrize(
     "platform, slots, steps, capacity",
     [("gpu", 256, 256, 1024), ("gpu", 256, 257, 64), ("gpu", 8, 74, 304), ("tpu", 8, 74, 64)],
 )

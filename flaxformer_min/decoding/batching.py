@@ -29,7 +29,7 @@ from flaxformer_min.decoding.pool import (
     empty_pool,
     last_pools,
 )
-from flaxformer_min.decoding.programs import Report
+from flaxformer_min.decoding.programs import Report, compiler_options
 from flaxformer_min.decoding.scheduling import Job, Lanes, Options
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
@@ -46,7 +46,6 @@ from flaxformer_min.decoding.shapes import (
     small_beam_pool_shape,
     small_pool_shape,
 )
-from flaxformer_min.model.target import target_platform
 from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
@@ -59,24 +58,6 @@ caches be: they stay near the core. Larger weights are better read for more sent
 with a small model pools are small, and the last of any pool take few slots in turn. With a beam of
 4 and more small pools are 4 to 7 % slower, but the peak of memory is 20 MB lower.
 """
-
-OPTIONS = {
-    "cpu": {"xla_disable_hlo_passes": "tree_reduction_rewriter"},
-    "cuda": {
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
-        )
-    },
-}
-"""Options of the compiler for a platform.
-
-That pass of a CPU's makes two operations of each sum over features or keys, against rounding; they
-are short here, and each operation takes time and memory for itself. An NVIDIA GPU repeats a loop as
-one graph then, where it would wait for the host at each turn, for a quarter of a step.
-"""
-
-SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
-"""A further one for programs that run beside each other, one on each core."""
 
 
 @dataclasses.dataclass
@@ -344,8 +325,7 @@ class BatchRunner:
             lowered = on_each_device(program, self.devices, len(trees), donate).lower(
                 self.params, *trees
             )
-        options = OPTIONS.get(target_platform(), {})
-        return lowered.compile(options | (SINGLE_THREADED if self.cores > 1 else {}))
+        return lowered.compile(compiler_options(self.cores))
 
 
 def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:

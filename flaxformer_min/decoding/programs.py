@@ -3,6 +3,7 @@
 They run on one device; `scheduling` decides what they are given.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +17,33 @@ from flaxformer_min.decoding.pool import Begin, Newcomers, Pool, PoolShape, take
 from flaxformer_min.decoding.search import Hypotheses, Rules, Search, State
 from flaxformer_min.model.target import target_platform
 
+OPTIONS = {
+    "cpu": {"xla_disable_hlo_passes": "tree_reduction_rewriter"},
+    "cuda": {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+        )
+    },
+}
+"""Options of the compiler for a platform.
+
+That pass of a CPU's makes two operations of each sum over features or keys, against rounding; they
+are short here, and each operation takes time and memory for itself. An NVIDIA GPU repeats a loop as
+one graph then, where it would wait for the host at each turn, for a quarter of a step.
+"""
+
+SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
+"""A further one for programs that run beside each other, one on each core."""
+
 JOINING = 32
 """Most newcomers that join at once on an NVIDIA GPU, where a turn of a loop is tens of kernels."""
+
+
+def compiler_options(cores: int) -> dict[str, Any]:
+    """Return the options to compile with for so many cores, less those that XLA_FLAGS sets."""
+    options = OPTIONS.get(target_platform(), {}) | (SINGLE_THREADED if cores > 1 else {})
+    chosen = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if f"--{name}" not in chosen}
 
 
 class Outcome(NamedTuple):
