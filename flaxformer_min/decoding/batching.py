@@ -56,7 +56,8 @@ SMALL_MODEL = 1 << 22
 A step reads the weights and the caches of the pool. Where the weights are small, so should the
 caches be: they stay near the core. Larger weights are better read for more sentences at once. So
 with a small model pools are small, and the last of any pool take few slots in turn. With a beam of
-4 and more small pools are 4 to 7 % slower, but the peak of memory is 20 MB lower.
+4 and more small pools are 4 to 7 % slower, but the peak of memory is 20 MB lower. Where the cache
+of a core is too small for that, greedy pools are larger (`shapes.LARGE_L2`).
 """
 
 
