@@ -370,7 +370,7 @@ def test_half_of_a_pool_takes_few_slots_in_turn_or_a_third_as_many_as_they_are(
     assert shape == PoolShape(*expected, 24, 160, 74)
 
 
-def test_those_that_wait_for_one_of_the_last_slots_keep_the_room_they_had(monkeypatch):
+def test_those_that_wait_for_one_of_the_last_slots_have_as_much_room(monkeypatch):
     rooms = []
 
     def see(_, shape, resumed, arrays):
@@ -381,7 +381,7 @@ def test_those_that_wait_for_one_of_the_last_slots_keep_the_room_they_had(monkey
     table = make_table(eos=2.0)
     found, _ = find(table, sources, 16, max_extra_tokens=90, **settings)
     # 40 tokens of 1.5 hypotheses, and twice the most, 114, in 16s
-    assert rooms == [[64], [240, 64]]
+    assert rooms == [[64], [240, 240]]
     expect_as_alone(found, table, sources, extra=90, **settings)
 
 

@@ -143,13 +143,11 @@ class BatchRunner:
                 self._pool_arrays[key] = jax.eval_shape(mapped, self.params, newcomers)
         return self._pool_arrays[key]
 
-    def last_arrays(
-        self, rules: Rules, shape: PoolShape, pool: Pool, capacity: int
-    ) -> tuple[Pool, ...]:
+    def last_arrays(self, rules: Rules, shape: PoolShape, pool: Pool) -> tuple[Pool, ...]:
         """Return `last_pools` of the devices, which `finish` takes."""
-        key = "finish", rules, shape, capacity
+        key = "finish", rules, shape
         if key not in self._pool_arrays:
-            self._pool_arrays[key] = last_pools(pool, shape, capacity)
+            self._pool_arrays[key] = last_pools(pool, shape)
         return self._pool_arrays[key]
 
     def most_sentences(self) -> int:

@@ -161,19 +161,19 @@ def empty_pool(
     return zeros(with_room(Pool(state, none.astype(bool), none), shape), shape.slots)
 
 
-def last_pools(pool: Pool, shape: PoolShape, capacity: int) -> tuple[Pool, ...]:
+def last_pools(pool: Pool, shape: PoolShape) -> tuple[Pool, ...]:
     """Return shapes and types of the devices' pools that `finish` takes.
 
-    capacity: of the caches of those that have no slot yet.
+    The second is of those that have no slot yet. Its caches are as large as if they had one: so
+    it has the same shape whether some of them have outgrown a smaller cache or not.
     """
 
-    def resized(pool: Pool, rows: int, capacity: int) -> Pool:
-        return with_room(zeros(pool, rows), dataclasses.replace(shape, capacity=capacity))
+    def resized(pool: Pool, rows: int) -> Pool:
+        return with_room(zeros(pool, rows), shape)
 
-    sizes = [(shape.slots, shape.capacity), (shape.newcomers, capacity)]
     return tuple(
-        jax.eval_shape(jax.vmap(partial(resized, rows=rows, capacity=capacity)), pool)
-        for rows, capacity in sizes
+        jax.eval_shape(jax.vmap(partial(resized, rows=rows)), pool)
+        for rows in (shape.slots, shape.newcomers)
         if rows
     )
 

@@ -226,18 +226,17 @@ class Lanes:
         """
         runner, old, rules = self.job.runner, self.shape, self.job.rules
         resumed = self._resumed_last()
-        of_others = max([old.capacity, *(self.paused[line].capacity for line in resumed)])
         room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
         capacity = bucket(room, (*rooms(old.steps, rules), room))
         shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
-        arrays = runner.last_arrays(rules, shape, self.pool, of_others)
+        arrays = runner.last_arrays(rules, shape, self.pool)
         self._build(shape, resumed, arrays)
         rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
         # Those alive are the first in the rows.
         self.joining = [[line for line in each[shape.slots :] if line is not None] for each in rows]
         self.arguments = ()
         program = partial(finish, runner.models, rules=rules, shape=shape)
-        self._wanted = ("finish", rules, shape, of_others), program, *arrays
+        self._wanted = ("finish", rules, shape), program, *arrays
 
     def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
