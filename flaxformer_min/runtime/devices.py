@@ -1,6 +1,7 @@
 """Devices, and the cache of compiled programs."""
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ def configure_cpu_devices(rows: int = 0) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
+@functools.cache
 def l2_cache_size() -> int | None:
     """Return the bytes of a CPU core's level 2 cache; None where the system does not tell."""
     with contextlib.suppress(OSError, ValueError):
