@@ -169,8 +169,8 @@ def ours(
     configure_cpu_devices()  # as the command line does
 
     from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
-    from flaxformer_min.decoding import scheduling
     from flaxformer_min.decoding.batching import BatchRunner
+    from flaxformer_min.decoding.job import Job
     from flaxformer_min.decoding.models import suited_to_device
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
@@ -179,7 +179,7 @@ def ours(
     one = one_sentence_per_row(jnp.array([[4, 3]]))
     params = jax.jit(Transformer(config).init)(jax.random.key(0), Batch(one, one))["params"]
     decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
-    scheduling.Job.limit = lambda job, line: lengths[line - 1]
+    Job.limit = lambda job, line: lengths[line - 1]
 
     class Checked(BatchRunner):
         """Every hypothesis ends at the limit of its line, and not before."""

@@ -684,7 +684,7 @@ def test_numbers_of_numpy_are_numbers():
 )
 def test_search_options_are_of_their_type_and_in_range(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
-        without_type_checks("scheduling").Options(**changes)
+        without_type_checks("job").Options(**changes)
 
 
 def test_sampling_is_a_distribution():

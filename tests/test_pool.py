@@ -21,6 +21,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import batching, moves, programs, scheduling, shapes
 from flaxformer_min.decoding.batching import BatchRunner, Options
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.job import Job
 from flaxformer_min.decoding.moves import rows
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape, begin
 from flaxformer_min.decoding.search import Rules
@@ -452,7 +453,7 @@ def test_a_pool_stays_full():
 def test_lines_are_sorted_by_width_and_then_the_longest_first():
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
     sources = make_sources([9, 49, 24, 25, 24, 48])
-    job = scheduling.Job(runner, sources, {}, Options(), 0)
+    job = Job(runner, sources, {}, Options(), 0)
     assert sorted(sources, key=job.order) == [3, 5, 1, 6, 4, 2]
 
 
@@ -641,7 +642,7 @@ def test_one_hypothesis_is_found_without_scores_too(seed):
 def rules_of(**options):
     """What programs are compiled for in a search with these options."""
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
-    return scheduling.Job(runner, {}, {}, Options(**options), 0).rules
+    return Job(runner, {}, {}, Options(**options), 0).rules
 
 
 @pytest.mark.parametrize(
@@ -668,7 +669,7 @@ def test_early_stopping_makes_other_programs_only_where_hypotheses_compete(setti
 )
 def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, slots):
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], given)
-    job = scheduling.Job(runner, {}, {}, Options(beam_size=beam_size), 0)
+    job = Job(runner, {}, {}, Options(beam_size=beam_size), 0)
     shape = runner.shape(job, 24, 500)
     assert (shape.slots, shape.newcomers) == (slots, slots)
 
@@ -680,7 +681,7 @@ def test_a_pool_has_as_many_sentences_as_given_or_64_on_a_cpu(beam_size, given, 
 def test_greedily_a_small_model_has_small_pools_on_a_cpu(width, slots, newcomers, capacity, narrow):
     """Of 384 source tokens, with room for twice as many new ones; a large model has others."""
     runner = BatchRunner([Table()], [jnp.zeros(4 << 20, jnp.float32)])
-    job = scheduling.Job(runner, {}, {}, Options(beam_size=1), 0)
+    job = Job(runner, {}, {}, Options(beam_size=1), 0)
     shape = runner.shape(job, width, 500)
     assert shape == PoolShape(slots, newcomers, width, capacity, width + 50, narrow=narrow)
     runner.use_params([jnp.zeros((4 << 20) + 1, jnp.float32)])
@@ -710,7 +711,7 @@ def test_small_pools_are_four_times_as_large_with_a_small_l2_cache(
     """Of 1,536 source tokens, if a core has less than a megabyte of level 2 cache."""
     monkeypatch.setattr(shapes, "l2_cache_size", lambda: l2)
     runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
-    job = scheduling.Job(runner, {}, {}, Options(beam_size=1), 0)
+    job = Job(runner, {}, {}, Options(beam_size=1), 0)
     shape = runner.shape(job, width, 500)
     assert (shape.slots, shape.newcomers) == (slots, newcomers)
 
@@ -720,7 +721,7 @@ def test_with_a_beam_a_small_model_has_small_pools_of_768_source_tokens(width, s
     """A large model has as large ones as without a beam; samples do not compete."""
     runner = BatchRunner([Table()], [jnp.zeros(4 << 20, jnp.float32)])
     shapes_of = [
-        runner.shape(scheduling.Job(runner, {}, {}, options, 0), width, 500)
+        runner.shape(Job(runner, {}, {}, options, 0), width, 500)
         for options in (Options(beam_size=4), Options(beam_size=4, sampling=Sampling()))
     ]
     usual = min(64, 64 * 128 // width)
@@ -729,7 +730,7 @@ def test_with_a_beam_a_small_model_has_small_pools_of_768_source_tokens(width, s
         (usual, usual),
     ]
     runner.use_params([jnp.zeros((4 << 20) + 1, jnp.float32)])
-    job = scheduling.Job(runner, {}, {}, Options(beam_size=4), 0)
+    job = Job(runner, {}, {}, Options(beam_size=4), 0)
     assert runner.shape(job, width, 500).slots == usual
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
 from flaxformer_min.decoding.ensemble import log_mean_probability
+from flaxformer_min.decoding.job import Job, Options
 from flaxformer_min.decoding.pool import (
     Begin,
     Newcomers,
@@ -30,7 +31,7 @@ from flaxformer_min.decoding.pool import (
     last_pools,
 )
 from flaxformer_min.decoding.programs import Report, compiler_options
-from flaxformer_min.decoding.scheduling import Job, Lanes, Options
+from flaxformer_min.decoding.scheduling import Lanes
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
