@@ -386,17 +386,20 @@ def test_those_that_wait_for_one_of_the_last_slots_have_as_much_room(monkeypatch
     expect_as_alone(found, table, sources, extra=90, **settings)
 
 
-def test_sentences_that_paused_go_on_among_the_last(monkeypatch):
+def test_sentences_that_paused_go_on_after_the_last_where_these_leave_no_room(monkeypatch):
+    """Both calls are of one program."""
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
-    table, last = make_table(eos=1.2), []
+    table, calls = make_table(eos=1.2), []
 
-    def see(_, shape, resumed, arrays):
+    def see(lanes, shape, resumed, arrays):
         if len(arrays) > 1:
-            last.extend(resumed)
+            alive = sum(line is not None for line in lanes.lines[0])
+            calls.append((shape.slots + shape.newcomers, alive, resumed))
 
     watch_builds(monkeypatch, see)
-    found, _ = find(table, sources, 16, max_extra_tokens=90, **settings)
-    assert last == [19, 23]
+    found, runner = find(table, sources, 16, max_extra_tokens=90, **settings)
+    assert calls == [(8, 8, [19, 23]), (8, 0, [19, 23])]
+    assert [key[0] for key in runner._programs] == ["run", "finish"]
     expect_as_alone(found, table, sources, extra=90, **settings)
 
 
@@ -451,7 +454,7 @@ def test_a_pool_stays_full():
 
 
 def test_lines_are_sorted_by_width_and_then_the_longest_first():
-    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))], batch_size=1)
     sources = make_sources([9, 49, 24, 25, 24, 48])
     job = Job(runner, sources, {}, Options(), 0)
     assert sorted(sources, key=job.order) == [3, 5, 1, 6, 4, 2]
@@ -622,6 +625,31 @@ def test_short_sentences_in_small_pools_are_not_padded_to_those_behind_them():
     sources = make_sources([9, 9, 9, 9, 60])
     _, runner = find(make_table(eos=0.7), sources, batch_size=2, max_extra_tokens=2)
     assert {key[2].width for key in runner._programs} == {24, 64}
+
+
+def test_all_cores_search_in_the_same_widths():
+    """One line is of 64 tokens. The other core's few of 48 need no program of their own."""
+    sources = make_sources([*[9] * 40, *[30] * 6, 60])
+    table, settings = make_table(eos=0.7), {"beam_size": 3, "n_best": 1}
+    found, runner = find(table, sources, 64, cores=2, max_extra_tokens=2, **settings)
+    assert {key[2].width for key in runner._programs} == {24, 64}
+    expect_as_alone(found, table, sources, extra=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "counts, few, expected",
+    [
+        ({24: 900, 48: 68, 64: 1}, 32, {24: 24, 48: 48, 64: 64}),
+        ({24: 900, 48: 68, 64: 1}, 128, {24: 24, 48: 64, 64: 64}),
+        ({24: 2, 48: 2, 64: 1}, 3, {24: 48, 48: 48, 64: 64}),
+        ({24: 2, 48: 2, 96: 1, 128: 9}, 8, {24: 96, 48: 96, 96: 96, 128: 128}),
+        ({24: 1, 128: 1}, 8, {24: 24, 128: 128}),
+        ({}, 8, {}),
+    ],
+)
+def test_few_sources_take_the_next_width_up_to_four_times_their_own(counts, few, expected):
+    widths = [width for width, count in counts.items() for _ in range(count)]
+    assert shapes.common_widths(widths, few) == expected
 
 
 @pytest.mark.parametrize("seed", [None, 3])

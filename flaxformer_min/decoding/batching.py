@@ -163,6 +163,11 @@ class BatchRunner:
         """Return whether greedy pools, and those of wide beams, are small (see `SMALL_MODEL`)."""
         return self.suits_few() and self.batch_size is None
 
+    def few(self) -> int:
+        """Return how many sentences, on all cores and devices, are too few for their own width."""
+        few = self.most_sentences() * len(self.devices) * self.cores
+        return few if self.has_small_pools() else few // 4  # width costs small pools less
+
     def pool_sizes(self) -> list[int]:
         """Return the numbers of sentences that pools are padded to, on each device."""
         return sizes(self.most_sentences())

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
-from flaxformer_min.decoding.shapes import bucket, padded
+from flaxformer_min.decoding.shapes import bucket, common_widths, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,14 @@ class Job:
 
     @cached_property
     def _widths(self) -> dict[int, int]:
-        return {line: bucket(self.length(line), self.runner.lengths) for line in self.sources}
+        # Of all lines, so that all cores search in the same few widths.
+        own = {line: self.own_width(line) for line in self.sources}
+        common = common_widths([*own.values()], self.runner.few())
+        return {line: common[width] for line, width in own.items()}
+
+    def own_width(self, line: int) -> int:
+        """Return the tokens that a source would be padded to if many were as long."""
+        return bucket(self.length(line), self.runner.lengths)
 
     def width(self, line: int) -> int:
         """Return the tokens that a source is padded to, unless it joins longer ones."""

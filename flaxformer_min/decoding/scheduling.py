@@ -17,10 +17,7 @@ from flaxformer_min.decoding.moves import Rows, arrangement, leaving, rows
 from flaxformer_min.decoding.pool import Pool, PoolShape
 from flaxformer_min.decoding.programs import Report, finish, run
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.decoding.shapes import bucket, last_shape, most_last, rooms
-
-WIDEST = 4
-"""A sentence is padded to at most this many times its own padded width."""
+from flaxformer_min.decoding.shapes import WIDEST, bucket, last_shape, most_last, rooms
 
 
 class Paused(NamedTuple):
@@ -43,6 +40,7 @@ class Lanes:
         self.waiting = [*reversed(lines)]  # the last is the next
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
+        self.ending: PoolShape | None = None  # of the `run` whose last sentences go on
         # What the next `run` makes its pools by; until then `pool` has shapes and types alone.
         self.moving: list[Callable[[], Pool]] = []
         self.lines: list[list[int | None]] = [[] for _ in job.runner.devices]
@@ -74,7 +72,7 @@ class Lanes:
 
     def _widest(self, alive: list[int]) -> int:
         """Return the largest width in which those alive may go on."""
-        return WIDEST * min(map(self.job.width, alive), default=self.job.runner.lengths[-1])
+        return WIDEST * min(map(self.job.own_width, alive), default=self.job.runner.lengths[-1])
 
     def _is_crowded(self) -> bool:
         """Return whether so many sentences pause that no others may begin: they take memory."""
@@ -89,7 +87,7 @@ class Lanes:
         return self._suits(self.shape.width, self.waiting[-1])
 
     def _suits(self, width: int, line: int) -> bool:
-        return self.job.width(line) <= width <= WIDEST * self.job.width(line)
+        return self.job.width(line) <= width <= WIDEST * self.job.own_width(line)
 
     def _room(self, line: int) -> int:
         """Return the capacity with which a line can go on."""
@@ -98,7 +96,7 @@ class Lanes:
 
     def _prepare(self, alive: list[int]) -> None:
         """Prepare `run`."""
-        runner, shape, rules = self.job.runner, self.shape, self.job.rules
+        runner, shape, rules, self.ending = self.job.runner, self.shape, self.job.rules, None
         least_idle = self._least_idle(sum(self.joining, alive))
         least_idle = np.full(len(runner.devices), least_idle, np.int32)
         self.arguments = self.job.newcomers(self.joining, shape), least_idle
@@ -113,7 +111,10 @@ class Lanes:
         follows = any(self.job.width(line) <= widest for line in self.waiting[-1:])
         if follows or not (alive or resumed):
             return -1
-        return max(most_last(self.shape.slots, self.job.runner.suits_few()) - len(resumed), -1)
+        slots, in_turn = (self.ending or self.shape).slots, self.job.runner.suits_few()
+        most = most_last(slots, in_turn)
+        # In turn, those that find no room go on in a further `finish` of the same shape.
+        return most if in_turn and most else max(most - len(resumed), -1)
 
     def _resumed_last(self) -> list[int]:
         """Return the lines that pause and go on with the last of this pool."""
@@ -124,8 +125,8 @@ class Lanes:
 
         They get so much room that hardly any will pause again.
         """
-        runner, old, rules = self.job.runner, self.shape, self.job.rules
-        resumed = self._resumed_last()
+        runner, rules, resumed = self.job.runner, self.job.rules, self._resumed_last()
+        old = self.ending = self.ending or self.shape
         room = max([old.capacity, *(self.paused[line].capacity + 1 for line in resumed)])
         capacity = bucket(room, (*rooms(old.steps, rules), room))
         shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
@@ -181,13 +182,7 @@ class Lanes:
         width = max(map(self.job.width, [*alive, *following]))
         if fullest:
             width = max(width, self.shape.width)
-        # A pool of its own would be compiled for little if only few lines had this width. In small
-        # pools more are few, because width costs them less.
         quarter = runner.most_sentences() // 4
-        greedily = job.rules.beam_size == 1 and runner.has_small_pools()
-        few = runner.most_sentences() if greedily else quarter
-        widths = [self.job.width(line) for line in self.waiting[::-1][: few * devices]]
-        width = max([width, *(each for each in widths if each <= WIDEST * width)])
         fitting = [line for line in (*self.waiting, *self.paused) if self.job.width(line) <= width]
         least = max(fullest, quarter) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)

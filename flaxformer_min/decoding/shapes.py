@@ -4,7 +4,9 @@ Each shape costs a compilation, and memory for the program; padding costs time.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from flaxformer_min.tokens import PAD
 
 LENGTHS = (24, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens that sentences are padded to; no source may be longer than the last."""
+
+WIDEST = 4
+"""A source is padded to at most this many times the first of `LENGTHS` that holds it."""
 
 LONGEST_PREFIX = 2 * LENGTHS[-1]
 """Most tokens of a forced prefix."""
@@ -157,6 +162,25 @@ def bucket(length: int, sizes: Sequence[int]) -> int:
     48
     """
     return next(size for size in sizes if size >= length)
+
+
+def common_widths(widths: Sequence[int], few: int) -> dict[int, int]:
+    """Return the width that the sources of each width are padded to; `widths` are those of all.
+
+    A pool of its own would be compiled for little if only a few had this width. They take the next
+    one that others have, if `WIDEST` allows it.
+
+    >>> common_widths([24] * 900 + [48] * 20 + [64], few=32)
+    {24: 24, 48: 64, 64: 64}
+    """
+    common: dict[int, int] = {}
+    together: list[int] = []
+    for width, wider in pairwise([*sorted({*widths}), math.inf]):
+        together.append(width)
+        if sum(map(widths.count, together)) > few or wider > WIDEST * together[0]:
+            common |= dict.fromkeys(together, width)
+            together = []
+    return common
 
 
 def in_blocks(entries: int, beam_size: int) -> int:
