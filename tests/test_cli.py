@@ -24,8 +24,9 @@ from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batching
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.shapes import LENGTHS
-from flaxformer_min.decoding.translator import Attention, PairScore, Translation, Translator
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.plots import figures as plots
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from flaxformer_min.decoding.models import (
     weights_of_layers,
     with_explicit_attention,
 )
+from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.shapes import LONGEST_PREFIX
 from flaxformer_min.runs.folder import Restored, RunFolder
@@ -31,53 +32,6 @@ LOGGER = logging.getLogger("flaxformer_min")
 
 DECODING_METHODS = ("encode", "precompute_cross_attention", "prefill", "decode_step")
 """Methods that a search calls; scoring calls `hidden_states` and `logits` (docs/extending.md)."""
-
-
-class Translation(NamedTuple):
-    """One hypothesis for a line.
-
-    text:     detokenized.
-    log_prob: of the whole translation in nats, EOS included.
-    score:    log_prob / length penalty, by which hypotheses are ordered.
-
-    Both are NaN if nobody asked for them, and greedy decoding did without (see `Rules.scores`).
-    """
-
-    text: str
-    log_prob: float
-    score: float
-
-
-class PairScore(NamedTuple):
-    """The probability of a given translation.
-
-    tokens:    pieces of the target, EOS last.
-    log_probs: of each of them, in nats.
-    """
-
-    tokens: list[str]
-    log_probs: list[float]
-
-    @property
-    def log_prob(self) -> float:
-        """Log-probability of the whole translation in nats."""
-        return float(np.sum(self.log_probs, dtype=np.float64))
-
-
-class Attention(NamedTuple):
-    """Attention weights, [layers heads queries keys] each; rows sum to one.
-
-    source_tokens: queries and keys of `encoder`, keys of `cross`.
-    target_tokens: queries of `decoder` and `cross`: the token being predicted.
-    read_tokens:   keys of `decoder`: the target shifted right, from BOS on.
-    """
-
-    encoder: np.ndarray
-    decoder: np.ndarray
-    cross: np.ndarray
-    source_tokens: list[str]
-    target_tokens: list[str]
-    read_tokens: list[str]
 
 
 class Translator:
