@@ -24,7 +24,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -278,31 +277,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@contextlib.contextmanager
-def shared_programs() -> Iterator[None]:
-    """Compile each program once for all cases, which takes a hundred times as long as the rest."""
-    from flaxformer_min.decoding.batching import BatchRunner
-
-    compile_one, compiled = BatchRunner._compile, {}
-
-    def compile_once(self: BatchRunner, program: Any, arrays: list) -> Any:
-        name = repr((self.models, program, [array.shape for array in arrays]))
-        if name not in compiled:
-            compiled[name] = compile_one(self, program, arrays)
-        return compiled[name]
-
-    BatchRunner._compile = compile_once
-    try:
-        yield
-    finally:
-        BatchRunner._compile = compile_one
-
-
 def fuzz(cases: int, seed: int, seconds: float, report=print) -> Counter:
     """Run the cases until `seconds` have passed; return how many of each kind ran and failed."""
     counts: Counter = Counter()
     until = time.monotonic() + seconds
-    with shared_programs(), tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         place = Place(Path(scratch).resolve())
         prepare(place)
         (place.outside / "cwd").mkdir()

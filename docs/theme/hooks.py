@@ -50,7 +50,8 @@ BENEATH = {
     "Figures": "plots.figures.attention_figure plots.figures.curves_figure "
     "plots.figures.positions_figure plots.figures.save training.metrics.read_metrics",
     "Text and machine": "data.corpora.read_pairs runtime.devices.configure_cpu_devices "
-    "runtime.memory.tune_malloc runtime.devices.enable_compilation_cache",
+    "runtime.memory.tune_malloc runtime.devices.enable_compilation_cache "
+    "runtime.executables.ExecutableCache",
 }
 """Names below the top level that the documents mention, by subject."""
 

@@ -7,10 +7,10 @@ has one of its own.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -30,8 +30,8 @@ from flaxformer_min.decoding.pool import (
     empty_pool,
     last_pools,
 )
-from flaxformer_min.decoding.programs import Report, compiler_options
-from flaxformer_min.decoding.scheduling import Lanes
+from flaxformer_min.decoding.programs import compiler_options
+from flaxformer_min.decoding.scheduling import Lanes, Usage
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
@@ -47,7 +47,9 @@ from flaxformer_min.decoding.shapes import (
     small_beam_pool_shape,
     small_pool_shape,
 )
+from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import on_each_device, replicate
+from flaxformer_min.runtime.executables import ExecutableCache
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
@@ -62,30 +64,6 @@ of a core is too small for that, greedy pools are larger (`shapes.LARGE_L2`).
 """
 
 
-@dataclasses.dataclass
-class Usage:
-    """What searches have computed: one lane is one hypothesis of one sentence.
-
-    steps:    of pools.
-    computed: lanes in all steps.
-    needed:   lanes with a hypothesis that was alive.
-    """
-
-    steps: int = 0
-    computed: int = 0
-    needed: int = 0
-
-    def add_steps(self, report: Report) -> None:
-        """Count the steps that the pool took on each device."""
-        self.steps += int(report.steps.sum())
-        self.computed += int(report.computed.sum())
-
-    @property
-    def share(self) -> float:
-        """Return the share of the lanes that were needed."""
-        return self.needed / max(self.computed, 1)
-
-
 class BatchRunner:
     """Runs a model, or an ensemble of several, over sentences of token ids.
 
@@ -93,7 +71,7 @@ class BatchRunner:
     params:         the parameters of each.
     batch_size:     most sentences at once on each device; None: as suits the device.
     max_positions:  positions that the models have learned vectors for; 0: no limit.
-    compilations:   how many programs have been compiled so far.
+    compilations:   how many programs have been compiled so far, or loaded.
     """
 
     def __init__(
@@ -116,6 +94,7 @@ class BatchRunner:
         # Cores share one device: programs are compiled once, and weights are in the cache once.
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
         self.compilations, self.usage = 0, Usage()
+        self._executables: ExecutableCache | None = None
         self._programs: dict[Any, Callable] = {}
         self._begins: dict[Any, Begin] = {}
         self._pool_arrays: dict[Any, Pool] = {}
@@ -125,6 +104,20 @@ class BatchRunner:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
         self.is_small = sum(leaf.size for leaf in jax.tree.leaves(params)) <= SMALL_MODEL
+
+    def keep_programs(self, folder: Path) -> None:
+        """Load programs from a folder, and keep those there that are compiled from now on.
+
+        Only a CPU does, with models that have no part of one's own, whose code is not known.
+        """
+        own = [
+            type(each) is Transformer and each == Transformer(each.config) for each in self.models
+        ]
+        if self.kind != "cpu" or not all(own):
+            return
+        weights = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), self.params)
+        description = repr(([model.config for model in self.models], weights, self.cores))
+        self._executables = ExecutableCache(folder, description, self.devices)
 
     def begin(self, rules: Rules, shape: PoolShape) -> Begin:
         """Return `pool.begin` for these models, which is traced once for each shape."""
@@ -136,6 +129,11 @@ class BatchRunner:
     def pool_arrays(self, rules: Rules, shape: PoolShape, newcomers: Newcomers) -> Pool:
         """Return the shapes and types of the devices' pools; those of `newcomers` are given."""
         key = "run", rules, shape
+        if key not in self._pool_arrays and self._find(key):
+            (_, pool, *_), _ = self._programs[key].args_info
+            self._pool_arrays[key] = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool
+            )
         if key not in self._pool_arrays:
             program = partial(empty_pool, begin=self.begin(rules, shape), shape=shape)
             # On the devices as `run`, so that `begin` is traced once for both.
@@ -304,10 +302,19 @@ class BatchRunner:
 
         The first axis of all arrays is that of the devices.
         """
-        if not self.has_compiled(key):
-            self._programs[key] = self._compile(program, trees, donate)
+        if not self._find(key):
+            self._programs[key] = self._compile(key, program, trees, donate)
             self.compilations += 1
         return self._programs[key]
+
+    def _find(self, key: Any) -> bool:
+        """Return whether `compiled` has the program of this key, loading it if it was kept."""
+        if not self.has_compiled(key) and self._executables is not None:
+            found = self._executables.load(key)
+            if found is not None:
+                self._programs[key] = found
+                self.compilations += 1
+        return self.has_compiled(key)
 
     def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
         """Return the compiled program for these arrays, whose rows are split among the devices."""
@@ -324,13 +331,18 @@ class BatchRunner:
 
         return run
 
-    def _compile(self, program: Callable, trees: Sequence[Any], donate: tuple) -> Callable:
+    def _compile(
+        self, key: Any, program: Callable, trees: Sequence[Any], donate: tuple
+    ) -> Callable:
         with _explain_mismatch():
             # The function itself is freed before the program is compiled.
             lowered = on_each_device(program, self.devices, len(trees), donate).lower(
                 self.params, *trees
             )
-        return lowered.compile(compiler_options(self.cores))
+        options = compiler_options(self.cores)
+        if self._executables is None:
+            return lowered.compile(options)
+        return self._executables.compile(key, lowered, options)
 
 
 def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:

@@ -20,6 +20,30 @@ from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.shapes import WIDEST, bucket, last_shape, most_last, rooms
 
 
+@dataclasses.dataclass
+class Usage:
+    """What searches have computed: one lane is one hypothesis of one sentence.
+
+    steps:    of pools.
+    computed: lanes in all steps.
+    needed:   lanes with a hypothesis that was alive.
+    """
+
+    steps: int = 0
+    computed: int = 0
+    needed: int = 0
+
+    def add_steps(self, report: Report) -> None:
+        """Count the steps that the pool took on each device."""
+        self.steps += int(report.steps.sum())
+        self.computed += int(report.computed.sum())
+
+    @property
+    def share(self) -> float:
+        """Return the share of the lanes that were needed."""
+        return self.needed / max(self.computed, 1)
+
+
 class Paused(NamedTuple):
     """A sentence that waits for a larger pool: its rows, and their capacity."""
 

@@ -141,6 +141,14 @@ class Translator:
             params = [suited_to_device(model, each)[1] for model, each in pairs]
         self.runner.use_params(params)
 
+    def keep_programs(self, folder: str | Path) -> None:
+        """Load compiled programs from a folder, and keep those there that are compiled from now on.
+
+        A process that finds its programs neither traces nor compiles them. This has an effect on a
+        CPU only, for models without a part of one's own (`ExecutableCache` has the rules).
+        """
+        self.runner.keep_programs(Path(folder))
+
     def options(self, **changes: Any) -> Options:
         """Return the search options of the run, with `changes`."""
         settings = {
