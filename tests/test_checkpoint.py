@@ -10,6 +10,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from flaxformer_min.runs.checkpoint import Checkpoints, Metric
@@ -117,6 +118,40 @@ def test_parameters_can_be_restored_alone(saved, warnings):
     assert_kernel(params, 20)
     assert restore_params(saved, 10)[0] == 10
     assert warnings() == []
+
+
+@pytest.fixture
+def opens_no_other_arrays(monkeypatch):
+    def item_metadata(manager, step):
+        raise AssertionError("all arrays are opened")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "item_metadata", item_metadata)
+
+
+def test_no_other_arrays_are_opened_to_restore_parameters(saved, warnings, opens_no_other_arrays):
+    step, params = restore_params(saved)
+    assert (step, warnings()) == (20, [])
+    assert_kernel(params, 20)
+
+
+def test_a_moving_average_is_restored_alone_in_its_own_type(tmp_path, opens_no_other_arrays):
+    state = a_state(1)
+    average = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.float16), state["params"])
+    checkpoints = Checkpoints(tmp_path, 5)
+    checkpoints.save(1, {**state, "average": average}, META)
+    checkpoints.close()
+    _, params = restore_params(tmp_path)
+    assert params["layer"]["kernel"].dtype == jnp.float16
+    np.testing.assert_array_equal(params["layer"]["kernel"], average["layer"]["kernel"])
+
+
+def test_parameters_in_lists_are_restored_alone(tmp_path):
+    kernel = a_state(1)["params"]["layer"]["kernel"]
+    checkpoints = Checkpoints(tmp_path, 5)
+    checkpoints.save(1, {"params": {"layers": [kernel, 2 * kernel]}}, META)
+    checkpoints.close()
+    _, params = restore_params(tmp_path)
+    np.testing.assert_array_equal(params["layers"][1], 2 * kernel)
 
 
 def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(saved):
@@ -284,6 +319,23 @@ def test_training_saves_again_after_a_damaged_checkpoint(copy, warnings):
     assert_equal(state, 20)
 
 
+def write_description(file, meta):
+    content = json.dumps(meta, sort_keys=True).encode()
+    file.write_text(json.dumps({**meta, "checksum": hashlib.sha256(content).hexdigest()}))
+
+
+def test_checkpoints_of_earlier_versions_which_do_not_describe_their_arrays_are_restored(
+    copy, warnings
+):
+    file = copy / "20" / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    del meta["arrays"], meta["checksum"]
+    write_description(file, meta)
+    step, params = restore_params(copy)
+    assert (step, warnings()) == (20, [])
+    assert_kernel(params, 20)
+
+
 def test_descriptions_of_earlier_versions_still_select_the_best(copy):
     """They called the cost a rank: here step 10 is the better one by it."""
     for step, rank in ((10, 1.0), (20, 2.0)):
@@ -291,8 +343,7 @@ def test_descriptions_of_earlier_versions_still_select_the_best(copy):
         meta = json.loads(file.read_text())
         del meta["metric"], meta["checksum"]
         meta["rank"] = rank
-        content = json.dumps(meta, sort_keys=True).encode()
-        file.write_text(json.dumps({**meta, "checksum": hashlib.sha256(content).hexdigest()}))
+        write_description(file, meta)
     step, params = restore_params(copy)
     assert step == 10
     assert_kernel(params, 10)

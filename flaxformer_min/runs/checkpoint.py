@@ -31,6 +31,9 @@ PyTree = Any
 
 LOGGER = logging.getLogger("flaxformer_min")
 
+MODELS = ("average", "params")
+"""Entries of a state that can be restored alone: the first that there is."""
+
 EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
 """Words of Orbax's warnings about options that are set on purpose."""
 
@@ -79,6 +82,18 @@ def checksum(tree: PyTree) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(array.data)
     return digest.hexdigest()
+
+
+def types_of(tree: PyTree) -> PyTree:
+    """Return [type, *shape] of each array, for JSON; nothing unless all is in dictionaries.
+
+    >>> types_of({"a": {"b": np.zeros((2, 3), np.float32)}})
+    {'a': {'b': ['float32', 2, 3]}}
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if not all(isinstance(key, jax.tree_util.DictKey) for path in paths for key in path):
+        return {}
+    return jax.tree.map(lambda leaf: [str(leaf.dtype), *leaf.shape], tree)
 
 
 class KeepNewest:
@@ -158,6 +173,7 @@ class Checkpoints:
 
         checksums = {name: checksum(tree) for name, tree in state.items()}
         meta = {**meta, "step": step, "metric": metric, "checksums": checksums}
+        meta["arrays"] = types_of({name: state[name] for name in MODELS if name in state})
         # A copy: Orbax writes it later, when its owner may have changed it.
         meta = json.loads(json.dumps(meta))
         meta["checksum"] = _meta_checksum(meta)

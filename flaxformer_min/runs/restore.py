@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from flaxformer_min.runs.checkpoint import (
+    MODELS,
     cost_of,
     first_line,
     read_description,
@@ -48,9 +49,9 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
     ) as manager:
         for candidate in [step] if step is not None else _best_first(folder, steps):
             try:
-                tree = manager.item_metadata(candidate)["state"].tree
-                name = "average" if "average" in tree else "params"
-                like = _on_first_device(tree[name])
+                arrays = _arrays(folder, candidate, manager)
+                name = next(name for name in MODELS if name in arrays)
+                like = _on_first_device(arrays[name])
                 state, _ = restore_verified(manager, candidate, {name: like}, partial=True)
                 return candidate, state[name]
             except Exception as error:  # Orbax raises whatever its readers raise
@@ -111,6 +112,18 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
         return (2, 0.0) if cost is None else (1, cost)
 
     return sorted(steps, key=order)
+
+
+def _arrays(folder: Path, step: int, manager: Any) -> PyTree:
+    """Return shapes and types of the arrays of a checkpoint, at least of `MODELS`."""
+    if described := (read_description(folder, step) or {}).get("arrays"):
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf[1:], leaf[0]),
+            described,
+            is_leaf=lambda node: isinstance(node, list),
+        )
+    # Orbax opens each array, also of the optimizer: that takes longer than reading the parameters.
+    return manager.item_metadata(step)["state"].tree
 
 
 def _on_first_device(metadata: PyTree) -> PyTree:
