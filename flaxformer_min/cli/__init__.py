@@ -6,6 +6,7 @@ so that `--help` is fast.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 args = make_parser().parse_args(argv)
                 if owns_process:
-                    with _ended_by_interrupt(owns_process):
+                    with _importing(owns_process):
                         _prepare_jax(loads_model=hasattr(args, "step"))
                 with with_oom_hint(MEMORY_ADVICE):
                     return args.command(args, stop)
@@ -70,14 +71,14 @@ def train_command(prog: str) -> int:
 
 
 def _train(argv: Sequence[str], prog: str, owns_process: bool) -> int:
-    with _ended_by_interrupt(owns_process):
+    with _importing(owns_process):
         from flaxformer_min.cli.train import main as run
     return run(argv, prog)
 
 
 @contextlib.contextmanager
-def _ended_by_interrupt(owns_process: bool) -> Iterator[None]:
-    """Let Ctrl-C end the process in the body, which imports libraries that it would tear apart."""
+def _importing(owns_process: bool) -> Iterator[None]:
+    """Import libraries in the body: Ctrl-C ends the process, because it would tear them apart."""
     if not owns_process:
         yield
         return
@@ -86,6 +87,7 @@ def _ended_by_interrupt(owns_process: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+    gc.freeze()  # or the process spends half a second, as it ends, looking for garbage among them
 
 
 def _sentence(error: Exception) -> str:
