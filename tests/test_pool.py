@@ -386,10 +386,21 @@ def test_those_that_wait_for_one_of_the_last_slots_have_as_much_room(monkeypatch
     expect_as_alone(found, table, sources, extra=90, **settings)
 
 
-def test_sentences_that_paused_go_on_after_the_last_where_these_leave_no_room(monkeypatch):
-    """Both calls are of one program."""
+@pytest.mark.parametrize(
+    "eos, expected",
+    [
+        (1.1, [(8, 7, [1, 19, 24, 23, 22]), (8, 0, [19, 24, 23, 22])]),
+        (1.2, [(8, 8, [19, 23]), (8, 0, [19, 23])]),
+        (1.3, [(8, 7, [19])]),
+    ],
+    ids=["one", "none", "all"],
+)
+def test_sentences_that_paused_go_on_among_the_last_or_after_them_if_these_leave_no_room(
+    monkeypatch, eos, expected
+):
+    """All calls are of one program."""
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
-    table, calls = make_table(eos=1.2), []
+    table, calls = make_table(eos=eos), []
 
     def see(lanes, shape, resumed, arrays):
         if len(arrays) > 1:
@@ -398,7 +409,7 @@ def test_sentences_that_paused_go_on_after_the_last_where_these_leave_no_room(mo
 
     watch_builds(monkeypatch, see)
     found, runner = find(table, sources, 16, max_extra_tokens=90, **settings)
-    assert calls == [(8, 8, [19, 23]), (8, 0, [19, 23])]
+    assert calls == expected
     assert [key[0] for key in runner._programs] == ["run", "finish"]
     expect_as_alone(found, table, sources, extra=90, **settings)
 
