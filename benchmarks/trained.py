@@ -186,11 +186,9 @@ def ours(
     enable_compilation_cache(compiled)
 
     from flaxformer_min.decoding.translator import Translator
-    from flaxformer_min.runtime.executables import executables_folder
 
     translator = Translator.load(run, dtype=dtype)
-    if folder := executables_folder():
-        translator.keep_programs(folder)
+    translator.keep_programs()
 
     def timed() -> dict[str, Any]:
         since = time.perf_counter()

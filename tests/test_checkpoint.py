@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +144,14 @@ def test_a_moving_average_is_restored_alone_in_its_own_type(tmp_path, opens_no_o
     _, params = restore_params(tmp_path)
     assert params["layer"]["kernel"].dtype == jnp.float16
     np.testing.assert_array_equal(params["layer"]["kernel"], average["layer"]["kernel"])
+
+
+def test_parameters_in_frozen_dictionaries_are_described_as_well(tmp_path, opens_no_other_arrays):
+    """Flax returned them once, and does so still if it is asked to."""
+    checkpoints = Checkpoints(tmp_path, 5)
+    checkpoints.save(1, {"params": flax.core.freeze(a_state(1)["params"])}, META)
+    checkpoints.close()
+    assert_kernel(restore_params(tmp_path)[1], 1)
 
 
 def test_parameters_in_lists_are_restored_alone(tmp_path):

@@ -1,17 +1,24 @@
 """Compiled programs that later processes find: the same translations, and nothing traced."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import flax
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 from flax import linen as nn
 from tiny_run import make_tiny_run
 
 from flaxformer_min.decoding.batching import BatchRunner
+from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.pool import PoolShape
+from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime import executables
@@ -112,6 +119,19 @@ def test_a_program_that_jax_has_cached_is_kept_as_well(run, tmp_path, monkeypatc
     assert keeping(run, tmp_path).score(PAIRS) == expected
 
 
+def test_threads_compile_one_after_the_other(run, kept, tmp_path, monkeypatch):
+    """They switch jax's cache off meanwhile, for the whole process."""
+    Translator.load(run).score(PAIRS)  # jax's cache has it
+    translators = [keeping(run, tmp_path / str(number)) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda each: each.score(PAIRS), translators)]
+    assert found == [kept[2]] * 4
+    assert jax.config.jax_enable_compilation_cache
+    monkeypatch.setattr(BatchRunner, "_compile", None)
+    for number in range(4):
+        assert keeping(run, tmp_path / str(number)).score(PAIRS) == kept[2]
+
+
 def test_jax_keeps_its_own_cache_for_all_else(run, tmp_path):
     before = {path.name for path in Path(jax.config.jax_compilation_cache_dir).iterdir()}
     keeping(run, tmp_path).score(PAIRS)
@@ -122,35 +142,124 @@ def test_jax_keeps_its_own_cache_for_all_else(run, tmp_path):
 
 @pytest.fixture
 def asked_again():
-    """What is the same for all programs of a process is asked for again."""
+    """The versions and the CPU are asked for again."""
     executables._platform.cache_clear()
     yield
     executables._platform.cache_clear()
 
 
-def changed_source(monkeypatch):
-    monkeypatch.setattr(executables, "_source_digest", lambda: "another")
+CHANGES = {
+    "source": lambda patch: patch.setattr(executables, "SOURCE", "another"),
+    "cpu": lambda patch: patch.setattr(executables, "_cpu", lambda: ["flags : sse2"]),
+    "flags": lambda patch: patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --one"),
+    "python": lambda patch: patch.setattr(sys, "version", "3.0"),
+    "jax": lambda patch: patch.setattr(jax, "__version__", "0.0.1"),
+    "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "0.0.1"),
+    "flax": lambda patch: patch.setattr(flax, "__version__", "0.0.1"),
+}
 
 
-def changed_cpu(monkeypatch):
-    monkeypatch.setattr(executables, "_cpu", lambda: ["flags : sse2"])
-
-
-def changed_flags(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
-
-
-def changed_versions(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "0.0.1")
-
-
-@pytest.mark.parametrize("change", [changed_source, changed_cpu, changed_flags, changed_versions])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_program_is_not_found_where_it_would_be_compiled_differently(
     run, kept, compiles_nothing, asked_again, monkeypatch, change
 ):
     change(monkeypatch)
     with pytest.raises(AssertionError, match="score.* is compiled"):
         keeping(run, kept[0]).score(PAIRS)
+
+
+def test_the_content_of_a_file_of_flags_counts(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    (tmp_path / "flags").write_text("--xla_one=1")
+    assert executables._xla_flags() == "--xla_one=1"
+    (tmp_path / "flags").unlink()
+    assert executables._xla_flags() == str(tmp_path / "flags")
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path):
+    """The folder of a package of two files, whose digest is asked for."""
+    folder = tmp_path / "package"
+    (folder / "runtime").mkdir(parents=True)
+    (folder / "model.py").write_text("one")
+    (folder / "runtime" / "executables.py").write_text("two")
+    monkeypatch.setattr(executables, "__file__", str(folder / "runtime" / "executables.py"))
+    return folder
+
+
+def test_any_change_of_the_package_is_seen(source):
+    digests = [executables._source_digest()]
+    (source / "model.py").write_text("One")
+    digests.append(executables._source_digest())
+    (source / "model.py").rename(source / "models.py")
+    digests.append(executables._source_digest())
+    (source / "runtime" / "more.py").write_text("")
+    digests.append(executables._source_digest())
+    assert len({*digests}) == 4
+    (source / "runtime" / "notes.txt").write_text("no code")
+    assert executables._source_digest() == digests[-1]
+
+
+def test_nothing_is_kept_of_a_package_that_has_no_readable_files(
+    source, run, kept, monkeypatch, tmp_path
+):
+    (source / ".#model.py").symlink_to("an editor's lock")
+    assert executables._source_digest() is None
+    for path in source.rglob("*.py"):
+        path.unlink()
+    assert executables._source_digest() is None
+    monkeypatch.setattr(executables, "SOURCE", None)
+    assert keeping(run, tmp_path / "kept").score(PAIRS) == kept[2]
+    assert not programs(tmp_path / "kept")
+
+
+def test_nothing_is_kept_once_files_have_changed_behind_the_code_in_memory(
+    run, kept, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(executables, "_source_digest", lambda: "that of a later version")
+    assert keeping(run, tmp_path).score(PAIRS) == kept[2]
+    assert not programs(tmp_path)
+
+
+def test_each_rule_of_a_search_has_programs_of_its_own(run, tmp_path):
+    runner = keeping(run, tmp_path).runner
+    shape = PoolShape(8, 8, 24, 48, 74)
+    changes = [
+        {},
+        {"beam_size": 5},
+        {"n_best": 2},
+        {"length_penalty": 0.5},
+        {"min_length": 3},
+        {"early_stopping": False},
+        {"suppressed": (5,)},
+        {"sampling": Sampling()},
+        {"sampling": Sampling(temperature=0.5)},
+        {"scores": False},
+    ]
+    assert {name for change in changes for name in change} == {
+        field.name for field in dataclasses.fields(Rules)
+    }
+    keys = [("run", Rules(**change), shape) for change in changes]
+    keys += [
+        ("run", Rules(), dataclasses.replace(shape, **{field.name: 1}))
+        for field in dataclasses.fields(shape)
+    ]
+    path = runner._executables._path
+    paths = {path(runner._key_on_disk(key)) for key in keys}
+    assert len(paths) == len(changes) + len(dataclasses.fields(shape))
+    runner.cores += 1
+    assert path(runner._key_on_disk(keys[0])) not in paths
+
+
+def test_each_model_of_an_ensemble_counts(run, kept, compiles_nothing, tmp_path):
+    one = Translator.load(run).runner
+    other = Translator.load(make_tiny_run(tmp_path / "run", norm="pre")).runner
+    paths = set()
+    for second in one, other:
+        both = BatchRunner([*one.models, *second.models], [*one.params, *second.params])
+        both.keep_programs(tmp_path)
+        paths.add(both._executables._path(both._key_on_disk("score")))
+    assert len(paths) == 2
 
 
 def test_a_program_is_not_found_under_another_option_of_jax(run, kept, compiles_nothing):
@@ -176,10 +285,13 @@ def test_a_program_is_not_found_for_another_type_of_computations(run, kept, comp
         other.score(PAIRS)
 
 
-def test_a_program_is_not_found_for_parameters_of_another_type(run, kept, compiles_nothing):
+@pytest.mark.parametrize("order", [1, -1], ids=["replaced before", "replaced after"])
+def test_a_program_is_not_found_for_parameters_of_another_type(run, kept, compiles_nothing, order):
     other = Translator.load(run)
-    other.use_params([jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), other.runner.params[0])])
-    other.keep_programs(kept[0])
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), other.runner.params[0])
+    calls = [lambda: other.use_params([halves]), lambda: other.keep_programs(kept[0])]
+    for call in calls[::order]:
+        call()
     with pytest.raises(AssertionError, match="score.* is compiled"):
         other.score(PAIRS)
 
@@ -257,7 +369,7 @@ def test_the_folder_is_in_that_of_jax(monkeypatch, folder, enabled, found):
     assert executables.executables_folder() == found
 
 
-def test_what_linux_tells_of_a_cpu_is_what_programs_depend_on(tmp_path, monkeypatch):
+def test_programs_depend_on_the_model_and_the_instructions_of_the_cpu(tmp_path, monkeypatch):
     """Not its clock, and not how many there are."""
     core = "processor\t: {}\nvendor_id\t: A\ncpu MHz\t\t: {}\nmodel\t\t: 1\nflags\t\t: fpu sse2\n"
     monkeypatch.setattr(executables, "CPU_INFO", tmp_path / "cpuinfo")

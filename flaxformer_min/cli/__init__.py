@@ -78,7 +78,7 @@ def _train(argv: Sequence[str], prog: str, owns_process: bool) -> int:
 
 @contextlib.contextmanager
 def _importing(owns_process: bool) -> Iterator[None]:
-    """Import libraries in the body: Ctrl-C ends the process, because it would tear them apart."""
+    """Let Ctrl-C end the process during imports, which an exception would leave half done."""
     if not owns_process:
         yield
         return
@@ -87,7 +87,7 @@ def _importing(owns_process: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    gc.freeze()  # or the process spends half a second, as it ends, looking for garbage among them
+    gc.freeze()  # or the garbage collector would search what was imported at exit, for 0.5 s
 
 
 def _sentence(error: Exception) -> str:

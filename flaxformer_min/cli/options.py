@@ -11,14 +11,12 @@ def load(args: argparse.Namespace) -> Any:
     import logging
 
     from flaxformer_min.decoding.translator import Translator
-    from flaxformer_min.runtime.executables import executables_folder
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about its own defaults
     translator = Translator.load(*args.runs, step=args.step, dtype=getattr(args, "dtype", None))
     if getattr(args, "batch_size", None):
         translator.runner.batch_size = args.batch_size
-    if folder := executables_folder():
-        translator.keep_programs(folder)
+    translator.keep_programs()
     return translator
 
 

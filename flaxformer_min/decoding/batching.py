@@ -108,16 +108,18 @@ class BatchRunner:
     def keep_programs(self, folder: Path) -> None:
         """Load programs from a folder, and keep those there that are compiled from now on.
 
-        Only a CPU does, with models that have no part of one's own, whose code is not known.
+        Only on a CPU, and only for models without custom parts, whose code could change unnoticed.
         """
         own = [
             type(each) is Transformer and each == Transformer(each.config) for each in self.models
         ]
-        if self.kind != "cpu" or not all(own):
-            return
+        if self.kind == "cpu" and all(own):
+            self._executables = ExecutableCache(folder, self.devices)
+
+    def _key_on_disk(self, key: Any) -> Any:
+        """Return a key that also tells the programs of this runner from those of others."""
         weights = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), self.params)
-        description = repr(([model.config for model in self.models], weights, self.cores))
-        self._executables = ExecutableCache(folder, description, self.devices)
+        return key, [model.config for model in self.models], weights, self.cores
 
     def begin(self, rules: Rules, shape: PoolShape) -> Begin:
         """Return `pool.begin` for these models, which is traced once for each shape."""
@@ -310,7 +312,7 @@ class BatchRunner:
     def _find(self, key: Any) -> bool:
         """Return whether `compiled` has the program of this key, loading it if it was kept."""
         if not self.has_compiled(key) and self._executables is not None:
-            found = self._executables.load(key)
+            found = self._executables.load(self._key_on_disk(key))
             if found is not None:
                 self._programs[key] = found
                 self.compilations += 1
@@ -342,7 +344,7 @@ class BatchRunner:
         options = compiler_options(self.cores)
         if self._executables is None:
             return lowered.compile(options)
-        return self._executables.compile(key, lowered, options)
+        return self._executables.compile(self._key_on_disk(key), lowered, options)
 
 
 def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:

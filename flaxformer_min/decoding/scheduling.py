@@ -255,7 +255,7 @@ class Lanes:
         return [leaving(self.pool, device, slots, self.job.runner), *paused] if slots else paused
 
     def needs_program(self) -> bool:
-        """Return whether the program of the next `run` must be compiled, or loaded, first."""
+        """Return whether the next program must still be compiled or loaded."""
         return not self.job.runner.has_compiled(self._wanted[0])
 
     def compile(self) -> None:

@@ -25,6 +25,7 @@ from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.shapes import LONGEST_PREFIX
 from flaxformer_min.runs.folder import Restored, RunFolder
+from flaxformer_min.runtime.executables import executables_folder
 from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -141,13 +142,15 @@ class Translator:
             params = [suited_to_device(model, each)[1] for model, each in pairs]
         self.runner.use_params(params)
 
-    def keep_programs(self, folder: str | Path) -> None:
+    def keep_programs(self, folder: str | Path | None = None) -> None:
         """Load compiled programs from a folder, and keep those there that are compiled from now on.
 
-        A process that finds its programs neither traces nor compiles them. This has an effect on a
-        CPU only, for models without a part of one's own (`ExecutableCache` has the rules).
+        A process that finds its programs neither traces nor compiles them. None: a folder in that
+        of jax's cache; nothing if that is disabled. Only on a CPU, and only for models without
+        custom parts; `ExecutableCache` has the rules. Copies of the translator keep none.
         """
-        self.runner.keep_programs(Path(folder))
+        if folder := folder or executables_folder():
+            self.runner.keep_programs(Path(folder))
 
     def options(self, **changes: Any) -> Options:
         """Return the search options of the run, with `changes`."""

@@ -91,9 +91,14 @@ def types_of(tree: PyTree) -> PyTree:
     {'a': {'b': ['float32', 2, 3]}}
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    if not all(isinstance(key, jax.tree_util.DictKey) for path in paths for key in path):
-        return {}
-    return jax.tree.map(lambda leaf: [str(leaf.dtype), *leaf.shape], tree)
+    keys = [getattr(key, "key", None) for path in paths for key in path]
+    return _types(tree) if all(isinstance(key, str) for key in keys) else {}
+
+
+def _types(tree: PyTree) -> PyTree:
+    if isinstance(tree, Mapping):
+        return {name: _types(each) for name, each in tree.items()}
+    return [str(tree.dtype), *tree.shape]
 
 
 class KeepNewest:

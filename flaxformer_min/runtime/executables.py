@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,26 +35,45 @@ CPU_FIELDS = (
     *("vendor_id", "cpu family", "model", "flags"),  # x86
     *("CPU implementer", "CPU part", "Features"),  # Arm
 )
-"""What XLA looks at: for which CPU to compile, and its instructions."""
+"""Fields that decide how XLA compiles: the CPU's model and its instructions."""
+
+UNRELATED = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+"""Options of jax that change no program."""
+
+_COMPILING = threading.Lock()
+
+
+def _source_digest() -> str | None:
+    """Return a digest of the package's files; None if it has none, or one cannot be read."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    files = sorted(root.rglob("*.py"))
+    try:
+        for path in files:
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if files else None
+
+
+SOURCE = _source_digest()
+"""That of the code in memory: as it is imported, because files may change while a process runs."""
 
 
 class ExecutableCache:
-    """Programs of one kind for a CPU, kept in a folder.
+    """A folder of compiled programs for CPUs.
 
-    A program is found again if neither `description`, nor the files of this package, nor jax and
-    its options, nor the CPU have changed. Functions of the package that are replaced in a running
-    process are not noticed. As with jax's cache, who may write in the folder may execute code here.
+    A program is found again if neither its key, nor the files of this package, nor Python, jax and
+    Flax, the options of jax and XLA, nor the CPU have changed. Functions of the package that are
+    replaced in a running process are not noticed. As with jax's cache, whoever can write to the
+    folder can run code in this process.
     """
 
-    def __init__(self, folder: Path, description: str, devices: Sequence[jax.Device]):
-        """Use this folder, which need not exist, for programs that run on these devices.
-
-        description: all that the programs depend on, except what is named above and their keys.
-        """
-        self.folder, self.description, self.devices = folder, description, devices
+    def __init__(self, folder: Path, devices: Sequence[jax.Device]):
+        """Use this folder, which need not exist, for programs that run on these devices."""
+        self.folder, self.devices = folder, devices
 
     def load(self, key: Any) -> jax.stages.Compiled | None:
-        """Return the program of a key; None if there is none."""
+        """Return the program of a key, which tells all that the program depends on; or None."""
         path = self._path(key)
         try:
             program = pickle.loads(zlib.decompress(path.read_bytes()))
@@ -67,21 +87,22 @@ class ExecutableCache:
     def compile(
         self, key: Any, lowered: jax.stages.Lowered, options: dict[str, Any]
     ) -> jax.stages.Compiled:
-        """Compile a program and keep it, if that is possible: the folder may not be writable."""
-        path = self._path(key)
+        """Compile a program, and keep it if its source is known and the folder can be written."""
         with _without_jax_cache():
             program = lowered.compile(options)
+        if SOURCE is None or _source_digest() != SOURCE:
+            return program
         try:
-            write_atomically(path, zlib.compress(pickle.dumps(serialize(program))))
+            content = zlib.compress(pickle.dumps(serialize(program)))
+            write_atomically(self._path(key), content, cached=True)
         except Exception as error:  # also of jax, if it cannot store a program of this kind
             LOGGER.debug("a compiled program is not kept: %s", error)
         return program
 
     def _path(self, key: Any) -> Path:
-        options = {**jax.config.values, "jax_compilation_cache_dir": None}
-        flags = os.environ.get("XLA_FLAGS")
-        all_of_it = key, self.description, sorted(options.items()), flags, _platform()
-        return self.folder / f"{hashlib.sha256(repr(all_of_it).encode()).hexdigest()}.program"
+        options = {**jax.config.values, **dict.fromkeys(UNRELATED)}
+        fingerprint = key, sorted(options.items()), _xla_flags(), SOURCE, _platform()
+        return self.folder / f"{hashlib.sha256(repr(fingerprint).encode()).hexdigest()}.program"
 
 
 def executables_folder() -> Path | None:
@@ -94,29 +115,35 @@ def executables_folder() -> Path | None:
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Compile in the body: a program for a CPU that jax's cache returns cannot be stored again."""
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+    """Compile in the body, in one thread at a time.
+
+    A program for a CPU that jax's cache returns could be stored and loaded once more, but would
+    fail as it runs.
+    """
+    with _COMPILING:
+        enabled = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            compilation_cache.reset_cache()
+
+
+def _xla_flags() -> str:
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # the name of a file that has them
+        with contextlib.suppress(OSError):
+            return Path(flags).read_text()
+    return flags
 
 
 @functools.cache
 def _platform() -> tuple[str, ...]:
-    """Return what is the same for all programs of this process."""
+    """Return the versions and the CPU that every program depends on."""
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
-    return *versions, _source_digest(), platform.machine(), *_cpu()
-
-
-def _source_digest() -> str:
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+    return *versions, platform.machine(), *_cpu()
 
 
 def _cpu() -> list[str]:

@@ -22,11 +22,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def open_atomically(path: Path) -> Iterator[BinaryIO]:
+def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing, which appears at `path` only if the body ends without an error.
 
     If `path` is a symbolic link, its target is replaced; a device or pipe is written to directly.
     Raises ValueError if the folder does not exist.
+
+    cached: the folder belongs to a cache, and whatever is unfinished there may be removed.
     """
     if path.exists() and not path.is_file():
         with _naming(path), path.open("wb") as file:
@@ -35,7 +37,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     path = path.resolve()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {str(path.parent)!r} to write in; create it first.")
-    _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}-*{PARTIAL}"))
+    own = "" if cached else f"{glob.escape(path.name)}-"
+    _remove_abandoned(path.parent.glob(f".{own}*{PARTIAL}"))
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with _naming(path), os.fdopen(handle, "wb") as file:
@@ -49,8 +52,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, and create its folder if necessary.
+def write_atomically(path: Path, content: str | bytes, cached: bool = False) -> None:
+    """Write a file atomically, and create its folder if necessary; `cached` as above.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_atomically(Path(folder) / "a" / "b.txt", "done")
@@ -58,7 +61,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     'done'
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_atomically(path) as file:
+    with open_atomically(path, cached) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
