@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.runtime.files import ABANDONED, folder_atomically, open_atomically
+from flaxformer_min.runtime.files import (
+    ABANDONED,
+    folder_atomically,
+    open_atomically,
+    write_atomically,
+)
 
 
 def write(path, **options):
@@ -48,6 +53,17 @@ def test_a_folder_that_another_process_has_filled_is_kept_and_told(tmp_path):
 def test_in_a_cache_another_process_wrote_the_same(tmp_path):
     write_beside_another(tmp_path / "out", cached=True)
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_only_a_caches_abandoned_files_are_removed_whatever_their_name(tmp_path):
+    for cached, left in ((False, {"new", ".thesis.partial"}), (True, {"new"})):
+        parent = tmp_path / str(cached)
+        parent.mkdir()
+        for name in (".thesis.partial", ".new-abc.partial"):
+            (parent / name).write_text("half")
+            os.utime(parent / name, (time.time() - 2 * ABANDONED,) * 2)
+        write_atomically(parent / "new", "whole", cached)
+        assert {path.name for path in parent.iterdir()} == left
 
 
 def test_only_a_caches_abandoned_folders_are_removed_whatever_their_name(tmp_path):
