@@ -71,7 +71,6 @@ class BatchRunner:
     params:         the parameters of each.
     batch_size:     most sentences at once on each device; None: as suits the device.
     max_positions:  positions that the models have learned vectors for; 0: no limit.
-    compilations:   how many programs have been compiled so far, or loaded.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class BatchRunner:
         self.most_tokens = USUAL_BATCH[self.kind] * LONGEST_OF_A_FULL_BATCH
         # Cores share one device: programs are compiled once, and weights are in the cache once.
         self.devices, self.cores = (devices[:1], len(devices)) if on_cpu else (devices, 1)
-        self.compilations, self.usage = 0, Usage()
+        self.usage = Usage()
         self._executables: ExecutableCache | None = None
         self._programs: dict[Any, Callable] = {}
         self._begins: dict[Any, Begin] = {}
@@ -104,6 +103,11 @@ class BatchRunner:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
         self.is_small = sum(leaf.size for leaf in jax.tree.leaves(params)) <= SMALL_MODEL
+
+    @property
+    def compilations(self) -> int:
+        """How many programs have been compiled so far, or loaded."""
+        return len(self._programs)
 
     def keep_programs(self, folder: Path) -> None:
         """Load programs from a folder, and keep those there that are compiled from now on.
@@ -306,7 +310,6 @@ class BatchRunner:
         """
         if not self._find(key):
             self._programs[key] = self._compile(key, program, trees, donate)
-            self.compilations += 1
         return self._programs[key]
 
     def _find(self, key: Any) -> bool:
@@ -315,7 +318,6 @@ class BatchRunner:
             found = self._executables.load(self._key_on_disk(key))
             if found is not None:
                 self._programs[key] = found
-                self.compilations += 1
         return self.has_compiled(key)
 
     def _program(self, name: Any, program: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
