@@ -55,7 +55,7 @@ class Job:
     options: Options
     prefix: int
 
-    @property
+    @cached_property
     def rules(self) -> Rules:
         """What programs are compiled for."""
         fields = dataclasses.fields(Rules)
@@ -69,15 +69,18 @@ class Job:
         return len(self.sources[line])
 
     @cached_property
+    def _own_widths(self) -> dict[int, int]:
+        return {line: bucket(self.length(line), self.runner.lengths) for line in self.sources}
+
+    @cached_property
     def _widths(self) -> dict[int, int]:
         # Of all lines, so that all cores search in the same few widths.
-        own = {line: self.own_width(line) for line in self.sources}
-        common = common_widths([*own.values()], self.runner.few())
-        return {line: common[width] for line, width in own.items()}
+        common = common_widths([*self._own_widths.values()], self.runner.few())
+        return {line: common[width] for line, width in self._own_widths.items()}
 
     def own_width(self, line: int) -> int:
         """Return the tokens that a source would be padded to if many were as long."""
-        return bucket(self.length(line), self.runner.lengths)
+        return self._own_widths[line]
 
     def width(self, line: int) -> int:
         """Return the tokens that a source is padded to, unless it joins longer ones."""
