@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,25 +56,23 @@ def test_in_a_cache_another_process_wrote_the_same(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_only_a_caches_abandoned_files_are_removed_whatever_their_name(tmp_path):
-    for cached, left in ((False, {"new", ".thesis.partial"}), (True, {"new"})):
-        parent = tmp_path / str(cached)
-        parent.mkdir()
-        for name in (".thesis.partial", ".new-abc.partial"):
-            (parent / name).write_text("half")
-            os.utime(parent / name, (time.time() - 2 * ABANDONED,) * 2)
-        write_atomically(parent / "new", "whole", cached)
-        assert {path.name for path in parent.iterdir()} == left
-
-
-def test_only_a_caches_abandoned_folders_are_removed_whatever_their_name(tmp_path):
-    for cached, left in ((False, {"new", ".thesis.partial"}), (True, {"new"})):
-        parent = tmp_path / f"{cached}"
-        for name in (".thesis.partial", ".new-abc.partial"):
-            (parent / name).mkdir(parents=True)
-            os.utime(parent / name, (time.time() - 2 * ABANDONED,) * 2)
-        write(parent / "new", cached=cached)
-        assert set(os.listdir(parent)) == left
+@pytest.mark.parametrize(("cached", "left"), [(False, {"new", ".thesis.partial"}), (True, {"new"})])
+@pytest.mark.parametrize(
+    ("leave", "write_new"),
+    [
+        (Path.touch, partial(write_atomically, content="whole")),
+        (Path.mkdir, write),
+    ],
+    ids=["file", "folder"],
+)
+def test_only_what_a_cache_abandoned_is_removed_whatever_its_name(
+    tmp_path, leave, write_new, cached, left
+):
+    for name in (".thesis.partial", ".new-abc.partial"):
+        leave(tmp_path / name)
+        os.utime(tmp_path / name, (time.time() - 2 * ABANDONED,) * 2)
+    write_new(tmp_path / "new", cached=cached)
+    assert set(os.listdir(tmp_path)) == left
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,8 +37,7 @@ def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     path = path.resolve()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {str(path.parent)!r} to write in; create it first.")
-    own = "" if cached else f"{glob.escape(path.name)}-"
-    _remove_abandoned(path.parent.glob(f".{own}*{PARTIAL}"))
+    _remove_abandoned(path, cached)
     handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
     try:
         with _naming(path), os.fdopen(handle, "wb") as file:
@@ -77,8 +76,7 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = "" if cached else f"{glob.escape(path.name)}-"
-    _remove_abandoned(path.parent.glob(f".{own}*{PARTIAL}"))
+    _remove_abandoned(path, cached)
     scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
     try:
         with _naming(path):
@@ -118,9 +116,10 @@ def _fill(folder: Path, scratch: Path) -> None:
         shutil.move(file, folder / file.name)
 
 
-def _remove_abandoned(partial: Iterable[Path]) -> None:
-    """Remove what killed processes left unfinished a day ago or earlier."""
-    for left in partial:
+def _remove_abandoned(path: Path, cached: bool) -> None:
+    """Remove what killed processes left of `path` a day ago or earlier; in a cache, of anything."""
+    own = "" if cached else f"{glob.escape(path.name)}-"
+    for left in path.parent.glob(f".{own}*{PARTIAL}"):
         with contextlib.suppress(OSError):  # its process has just finished it, or another's
             if time.time() - left.stat().st_mtime > ABANDONED:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
