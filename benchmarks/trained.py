@@ -29,8 +29,12 @@ from common import (
 
 OURS = "flaxformer_min"
 
-BLEU_TOLERANCE = {"float32": 0.1, "int8": 0.3, "float16": 0.3, "int8_float16": 0.3}
-"""Types of CTranslate2, and most that its BLEU may differ from ours."""
+BLEU_TOLERANCE = {"float32": 0.2, "int8": 0.3, "float16": 0.3, "int8_float16": 0.3}
+"""Types of CTranslate2, and most that its BLEU may differ from ours.
+
+In float32 no model of Multi30k's size has differed by more than 0.13: hypotheses have the same
+log-probabilities, but a length penalty that divides them by another function of length.
+"""
 
 TYPES = {"cpu": ("float32", "int8"), "gpu": ("float16", "int8_float16")}
 """Types that CTranslate2 is measured with; ratios are to the first."""
