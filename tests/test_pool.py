@@ -335,6 +335,14 @@ def test_when_all_outgrow_the_pool_at_once_few_of_them_pause(schedule):
     expect_as_alone(found, table, sources, extra=40, **settings)
 
 
+@pytest.mark.parametrize("beam", [1, 2, 4, 16, 17, 20, 32, 64])
+def test_where_a_sentence_that_paused_goes_on_there_is_room_for_a_token_of_each_hypothesis(beam):
+    """It pauses with less room than that; without, tokens would be lost without a word."""
+    capacities = [shapes.in_blocks(entries, beam) for entries in range(1, 1000)]
+    larger = np.diff(np.unique(capacities))
+    assert larger.min() >= beam and min(capacities) >= beam
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_last_sentences_may_outgrow_the_fewer_slots_in_which_they_go_on(
     monkeypatch, schedule, devices
@@ -918,6 +926,9 @@ def test_a_seed_that_would_be_cut_is_refused():
         ({"scores": 1}, "scores must be True or False; got 1."),
         ({"early_stopping": "no"}, "early_stopping must be True or False; got 'no'."),
         ({"suppressed": 7}, "suppressed must be several ids; got 7."),
+        ({"suppressed": (5.0,)}, "suppressed must be ids, whole numbers; got (5.0,)."),
+        ({"length_penalty": True}, "length_penalty must be a number; got True."),
+        ({"min_length": 1 << 30}, "min_length must be less than 2**30; got 1073741824."),
         ({"length_penalty": "1"}, "length_penalty must be a number; got '1'."),
         ({"beam_size": 4.0}, "beam_size must be a whole number; got 4.0."),
         ({"max_extra_tokens": 0}, "max_extra_tokens must be at least 1; got 0."),

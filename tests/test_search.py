@@ -531,6 +531,8 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
         ({"sampling": Sampling()}, "sampling needs a key"),
         ({"keyed": True}, "key is only used with sampling"),
         ({"keyed": True, "sampling": Sampling(temperature=0.0)}, "temperature must be at least"),
+        ({"keyed": True, "sampling": Sampling(temperature=1e38)}, r"at most 1e6; got 1e\+38"),
+        ({"keyed": True, "sampling": Sampling(temperature=np.nan)}, "temperature must be at least"),
         ({"keyed": True, "sampling": Sampling(top_k=0)}, "top_k must be at least 1"),
         ({"keyed": True, "sampling": Sampling(top_k=2.5)}, "a whole number; got 2.5"),
         ({"keyed": True, "sampling": Sampling(temperature="1")}, "temperature must be a number"),

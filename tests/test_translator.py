@@ -6,6 +6,8 @@ import inspect
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -441,10 +443,29 @@ def test_one_text_is_no_list_of_texts(translator):
         translator.translate("the red house")
     with pytest.raises(ValueError, match="prefixes must be a list"):
         translator.hypotheses(["a"], translator.options(), "b")
-    score = inspect.unwrap(Translator.score)  # without these tests' own check of types
+    # Without these tests' own check of types.
+    score, attention = inspect.unwrap(Translator.score), inspect.unwrap(Translator.attention)
     for pairs in ("the red house", ("the red house", "a"), [("a", "b", "c")]):
         with pytest.raises(ValueError, match=r"pairs must be \(source, target\) each"):
             score(translator, pairs)
+    with pytest.raises(ValueError, match=r"a list of \(source, target\); got zip"):
+        score(translator, zip(["a"], ["b"], strict=True))
+    for texts, name in ((["a"],), "source"), (("a", 0), "target"):
+        with pytest.raises(ValueError, match=f"{name} must be one text"):
+            attention(translator, *texts)
+
+
+class LikeAnArray(list):
+    """Texts that are neither true nor false, as those in an array."""
+
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+
+def test_lines_and_prefixes_may_be_arrays(translator, options):
+    lines, prefixes = ["the red house", "the doors"], ["red", ""]
+    found = translator.hypotheses(LikeAnArray(lines), options, LikeAnArray(prefixes))
+    assert found == translator.hypotheses(lines, options, prefixes)
 
 
 def test_nothing_is_compiled_twice_for_the_same_shapes(translated, options):
@@ -498,5 +519,17 @@ def test_a_loaded_translator_takes_other_parameters_of_its_model(run, dtype):
     expected = np.asarray(others["embedding"]["table"]).T.astype(found.dtype)
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == dtype
+    with pytest.raises(TypeError, match="with the parameters of its run folders"):
+        copy.copy(translator)
     translator.use_params([each.params for each in translator.restored])
     assert translator.translate(["the red house"], **options) == before
+
+
+def test_of_several_runs_the_one_that_needs_another_model_is_named(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    config["model"]["architecture"] = "Mine"
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{re.escape(str(other))} was trained with Mine"):
+        Translator.load(run, other)

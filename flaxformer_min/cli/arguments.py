@@ -195,7 +195,7 @@ def _add_sampling(parser: _Parser) -> None:
     add("--sample", action="store_true",
         help="draw --n-best translations at random; with --beam-size, draw that many and keep the "
         "best (default: search for the best)")
-    add("--temperature", type=_number(float, at_least=1e-6), metavar="T",
+    add("--temperature", type=_number(float, at_least=1e-6, at_most=1e6), metavar="T",
         help="below 1 for likelier tokens (default: 1)")
     add("--top-k", type=_number(int, at_least=1), metavar="K",
         help="draw from the K likeliest tokens (default: from all)")

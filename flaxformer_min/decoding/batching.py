@@ -189,7 +189,7 @@ class BatchRunner:
         Yields line numbers and their hypotheses as they are done. Raises Stopped once `stop()`.
         """
         longest = max(map(len, prefixes.values()), default=0)
-        prefix = bucket(longest, (0, *self.lengths, LONGEST_PREFIX))
+        prefix = bucket(longest, sorted((0, *self.lengths, LONGEST_PREFIX)))
         job = Job(self, sources, prefixes, options, prefix)
         lines = sorted(sources, key=job.order)
         # Dealt out beforehand: shapes must not depend on which core is faster.

@@ -45,9 +45,9 @@ def check_sampling(sampling: Sampling | None) -> None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
             raise ValueError(f"{name} must be a number; got {value!r}.")
-    if not temperature >= 1e-6:
+    if not 1e-6 <= temperature <= 1e6:
         raise ValueError(
-            f"temperature must be at least 1e-6; got {temperature}. "
+            f"temperature must be at least 1e-6 and at most 1e6; got {temperature}. "
             "For the likeliest token, leave sampling out and set beam_size=1."
         )
     if top_k is not None and (not isinstance(top_k, (int, np.integer)) or top_k < 1):

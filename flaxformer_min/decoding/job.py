@@ -25,21 +25,29 @@ class Options(Rules):
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
+        if not all(map(_is_whole, self.suppressed)):
+            raise ValueError(f"suppressed must be ids, whole numbers; got {self.suppressed!r}.")
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
         if not isinstance(self.scores, bool):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
-        if not isinstance(self.length_penalty, (int, float, np.number)):
+        of_number, penalty = (int, float, np.number), self.length_penalty
+        if not isinstance(penalty, of_number) or isinstance(penalty, bool):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            if not _is_whole(value):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}; got {value}.")
-        if self.seed >= 1 << 32:
-            raise ValueError(f"seed must be less than 2**32; got {self.seed}.")
+            bits = 32 if name == "seed" else 30
+            if value >= 1 << bits:
+                raise ValueError(f"{name} must be less than 2**{bits}; got {value}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

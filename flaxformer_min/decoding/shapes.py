@@ -17,7 +17,8 @@ from flaxformer_min.runtime.devices import l2_cache_size
 from flaxformer_min.tokens import PAD
 
 LENGTHS = (24, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens that sentences are padded to; no source may be longer than the last."""
+"""Tokens that sentences are padded to. No source may be longer than the last, or than the positions
+that a model has learned vectors for."""
 
 WIDEST = 4
 """A source is padded to at most this many times the first of `LENGTHS` that holds it."""
@@ -188,8 +189,11 @@ def common_widths(widths: Sequence[int], few: int) -> dict[int, int]:
 def in_blocks(entries: int, beam_size: int) -> int:
     """Return the next capacity that a CPU's vector units serve without a slow remainder.
 
-    >>> in_blocks(22, 1), in_blocks(54, 4)
-    (24, 64)
+    A larger one has room for at least one more token of each hypothesis, so that a sentence that
+    paused can go on there.
+
+    >>> in_blocks(22, 1), in_blocks(54, 4), in_blocks(54, 20)
+    (24, 64, 64)
     """
-    block = 8 if beam_size == 1 else 16
+    block = 8 if beam_size == 1 else -(-beam_size // 16) * 16
     return -(-entries // block) * block

@@ -110,7 +110,10 @@ class Translator:
                     f"{folder.path} differs from that of {folders[0].path}. Train both with one."
                 )
         configs = [folder.model_config() for folder in folders]
-        trained = [model_of_run(each, model, folders[0].path, dtype) for each in configs]
+        trained = [
+            model_of_run(each, model, folder.path, dtype)
+            for each, folder in zip(configs, folders, strict=True)
+        ]
         restored = [folder.params(step) for folder in folders]
         params = [each.params for each in restored]
         models, params = zip(*map(suited_to_device, trained, params), strict=True)
@@ -130,13 +133,18 @@ class Translator:
         """Pickle and copy the names of the run folders, which are loaded again."""
         if self._loaded_from is None:
             raise TypeError(
-                "only a translator that Translator.load returned can be pickled or copied, by its "
-                "run folders. Pickle the parameters, and make another from them."
+                "only a translator that Translator.load returned, with the parameters of its run "
+                "folders, can be pickled or copied, by their names. Pickle the parameters, and "
+                "make another from them."
             )
         return _load, self._loaded_from
 
     def use_params(self, params: Sequence[Any]) -> None:
-        """Replace the parameters by others as trained, keeping the compiled programs."""
+        """Replace the parameters by others as trained, keeping the compiled programs.
+
+        The translator can be neither pickled nor copied after that.
+        """
+        self._loaded_from = None
         if self._trained is not None:
             pairs = zip(self._trained, params, strict=True)
             params = [suited_to_device(model, each)[1] for model, each in pairs]
@@ -188,9 +196,9 @@ class Translator:
         """Return the `n_best` translations of each line, best first.
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
-        is no constraint. A source with more tokens
-        than the last of `shapes.LENGTHS` is truncated and logged as a warning, with its number
-        counted from `first_line`. Raises Stopped between two batches once `stop()`.
+        is no constraint. A source of more than 1,024 tokens, or than the model has positions for,
+        is truncated and logged as a warning, with its number counted from `first_line`. Raises
+        Stopped between two batches once `stop()`.
         """
         _check_list("lines", lines)
         if prefixes is not None:
@@ -204,7 +212,7 @@ class Translator:
         sources = self._truncate(encoded, "line", first_line)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         nonempty = [number for number, line in enumerate(lines) if line.strip()]
-        wanted = list(prefixes or [""] * len(lines))
+        wanted = [""] * len(lines) if prefixes is None else list(prefixes)
         for number, prefix in enumerate(wanted):
             if prefix and not lines[number].strip():
                 wanted[number] = ""
@@ -231,6 +239,7 @@ class Translator:
 
         Longer texts are truncated as by `hypotheses`; `first_line` and `stop` are the same, too.
         """
+        _check_sequence("pairs must be a list of (source, target)", pairs)
         if any(
             not isinstance(pair, (tuple, list))
             or len(pair) != 2
@@ -262,6 +271,9 @@ class Translator:
         Longer texts are truncated as by `hypotheses`. Raises ValueError for an ensemble, whose
         models have no attention in common, and for a model that sows no weights.
         """
+        for name, text in (("source", source), ("target", "" if target is None else target)):
+            if not isinstance(text, str):
+                raise ValueError(f"{name} must be one text; got {text!r}.")
         if len(self.models) > 1:
             raise ValueError(f"attention is that of one model; got {len(self.models)}.")
         source_ids = self._truncate(self.source_tokenizer.encode_batch([source]), "line", 1)[0]
@@ -353,11 +365,15 @@ class Translator:
 def _check_list(name: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list of texts; got one text. For one, give [text].")
-    if not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
-        raise ValueError(f"{name} must be a list of texts; got {type(texts).__name__}.")
+    _check_sequence(f"{name} must be a list of texts", texts)
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"{name} must be texts; {name}[{number}] is {text!r}.")
+
+
+def _check_sequence(rule: str, given: Any) -> None:
+    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+        raise ValueError(f"{rule}; got {type(given).__name__}.")
 
 
 def _load(runs: tuple, options: dict[str, Any]) -> Translator:
