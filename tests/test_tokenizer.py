@@ -83,6 +83,18 @@ def test_any_text_of_troublesome_characters_comes_back_as_it_was(tokenizer, text
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_ends_the_reading_of_lines_ends_training(tmp_path, error):
+    """SentencePiece makes a RuntimeError of it, as of a text that it cannot learn from."""
+
+    def lines():
+        yield from ["one", "two"]
+        raise error("while reading")
+
+    with pytest.raises(error, match="while reading"):
+        train_tokenizer(lines(), 300, tmp_path / "tokenizer.model")
+
+
 @pytest.mark.parametrize("text", ["</s>", "a</s>b", "<s>", "<unk>", "<pad>", "▁</s>▁", "plain"])
 def test_nothing_a_user_writes_becomes_a_control_token(tokenizer, text):
     ids = tokenizer.encode(text)

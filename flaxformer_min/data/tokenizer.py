@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -209,20 +209,30 @@ def _load_cached(path: Path) -> Tokenizer | None:
 
 
 def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    raised: list[BaseException] = []
+
+    def parts() -> Iterator[str]:
+        try:
+            # No piece may contain a line break (see Tokenizer); NUL is not text.
+            for line in lines:
+                yield from filter(None, re.split("[\n\0]", line))
+        except BaseException as error:  # an interrupt, too: SentencePiece tells its text alone
+            raised.append(error)
+            raise
+
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch, "model")
         with model.open("wb") as file:
             try:
                 sentencepiece.SentencePieceTrainer.train(
-                    # No piece may contain a line break (see Tokenizer); NUL is not text.
-                    sentence_iterator=(
-                        part for line in lines for part in re.split("[\n\0]", line) if part
-                    ),
+                    sentence_iterator=parts(),
                     model_writer=file,
                     vocab_size=vocab_size,
                     **TRAINING,
                 )
             except RuntimeError as error:
+                if raised:
+                    raise raised[0] from None
                 raise ValueError(_training_error(str(error), vocab_size)) from error
         return Tokenizer(model.read_bytes(), path)
 

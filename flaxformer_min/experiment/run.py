@@ -182,8 +182,8 @@ class Interrupt:
             try:
                 return _result_of(running)
             except KeyboardInterrupt:
-                LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
                 self._came.set()
+                LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
                 return _result_of(running)
         finally:
             pool.shutdown(wait=False)
@@ -322,7 +322,7 @@ class Job:
 
     def _test_pairs(self) -> Sequence[tuple[str, str]]:
         if self.config.data.corpus == GIVEN:
-            return self.prepared.pairs.get("test", ())
+            return list(self.prepared.pairs.get("test", ()))  # each is checked here
         try:
             pairs = open_split(self.config, "test")
             return [pairs[number] for number in range(len(pairs))]  # each is decoded here

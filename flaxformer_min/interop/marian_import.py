@@ -118,7 +118,7 @@ def write_run(marian: MarianModel, run: Path) -> None:
             write_atomically(scratch / f"{side}_tokenizer.model", model)
         folder.tokenizers()
         checkpoints = folder.open_checkpoints(config)
-        checkpoints.save(0, {"params": params}, {})
+        checkpoints.save(0, {"params": params}, {"identity": folder.identity()})
         checkpoints.close()
 
 

@@ -17,6 +17,7 @@ from flax import traverse_util
 from jax import export
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.models import with_explicit_attention
 from flaxformer_min.decoding.search import no_prefix, search
 from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe
@@ -70,6 +71,7 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
     log-probabilities in nats.
     """
     transformer = Transformer(model.config, encoder_attention=PlainAttention)
+    transformer = with_explicit_attention(transformer)  # a fused one may be of one platform alone
     decoding = model.decoding
     options = {
         "beam_size": decoding.beam_size,

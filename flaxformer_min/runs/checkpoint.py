@@ -26,6 +26,7 @@ from flaxformer_min.runtime.distributed import (
     main_process_first,
 )
 from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.runtime.memory import is_out_of_memory
 
 PyTree = Any
 
@@ -218,6 +219,8 @@ class Checkpoints:
             try:
                 found = restore_verified(self._manager, step, like)
             except Exception as error:  # Orbax raises whatever its readers raise
+                if is_out_of_memory(error):
+                    raise
                 wrong = first_line(error)
             # If one process cannot read it, none may continue from it.
             wrong = next(filter(None, gather(f"restored {step}", wrong)), None)

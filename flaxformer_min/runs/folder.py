@@ -249,11 +249,16 @@ class RunFolder:
         with os.fdopen(lock, "r+", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise ValueError(
                     "only one process may train a run at a time; process "
                     f"{file.read(20).strip()} trains {self.path}. End it first, or choose another "
                     "--workdir."
+                ) from error
+            except OSError as error:
+                raise OSError(
+                    f"a run needs a folder that can be locked; {self.path}: {error.strerror}. "
+                    "Choose a --workdir on another file system."
                 ) from error
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)

@@ -17,6 +17,7 @@ from flaxformer_min.runs.checkpoint import (
     steps_of,
 )
 from flaxformer_min.runtime.distributed import index
+from flaxformer_min.runtime.memory import is_out_of_memory
 
 PyTree = Any
 
@@ -55,6 +56,8 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
                 state, _ = restore_verified(manager, candidate, {name: like}, partial=True)
                 return candidate, state[name]
             except Exception as error:  # Orbax raises whatever its readers raise
+                if is_out_of_memory(error):
+                    raise
                 LOGGER.warning(
                     "checkpoint %d in %s is damaged (%s).", candidate, folder, first_line(error)
                 )

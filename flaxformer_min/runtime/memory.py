@@ -29,13 +29,18 @@ def tune_malloc() -> None:
                 mallopt(setting, value)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory, of a device or of the host, did not suffice."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 @contextlib.contextmanager
 def with_oom_hint(advice: str) -> Iterator[None]:
     """Add advice to XLA's out-of-memory error."""
     try:
         yield
     except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0]
         raise RuntimeError(f"the device has too little memory ({reason}). {advice}") from error

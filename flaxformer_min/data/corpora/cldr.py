@@ -224,9 +224,10 @@ def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
     config = CldrConfig(source, target)
     with _quiet_tfds():
         builder = CldrPhrases(config=config, data_dir=cache, file_format="array_record")
-        if builder.is_prepared():
-            return builder
-        LOGGER.info("Rendering the phrases of %s into %s, once.", config.name, builder.data_dir)
+    if builder.is_prepared():
+        return builder
+    LOGGER.info("Rendering the phrases of %s into %s, once.", config.name, builder.data_dir)
+    with _quiet_tfds():
         try:
             builder.download_and_prepare()
         except Exception:
