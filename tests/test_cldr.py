@@ -1,5 +1,6 @@
 """The embedded corpus: one meaning in two languages, and splits that do not leak."""
 
+import logging
 import os
 import re
 import subprocess
@@ -264,6 +265,22 @@ def test_a_set_is_prepared_once(small, tmp_path, monkeypatch):
     first = cldr.prepare("en", "ko", tmp_path)
     monkeypatch.setattr(cldr, "phrases", None)
     assert cldr.prepare("en", "ko", tmp_path).info.full_name == first.info.full_name
+
+
+def test_the_first_preparation_is_told_where_tfds_is_silent(small, tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO, "flaxformer_min")
+
+    class Printed(logging.Handler):
+        def emit(self, record):
+            print(record.getMessage())
+
+    handler = Printed(logging.INFO)
+    cldr.LOGGER.addHandler(handler)
+    try:
+        cldr.prepare("en", "ko", tmp_path)
+    finally:
+        cldr.LOGGER.removeHandler(handler)
+    assert "Rendering the phrases" in capsys.readouterr().out
 
 
 @pytest.mark.slow

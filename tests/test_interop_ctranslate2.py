@@ -12,6 +12,7 @@ from tiny_run import LINES, make_tiny_run
 import flaxformer_min
 from flaxformer_min.config import DataConfig, DecodingConfig
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop import ctranslate2 as interop
 
 ctranslate2 = pytest.importorskip("ctranslate2")
 import sentencepiece
@@ -103,6 +104,12 @@ def test_quantized_weights_are_smaller_and_nearly_the_same(tmp_path, quantizatio
     weights = sizes[None] - 64 * 4 * 1028
     assert sizes[quantization] < sizes[None] - 0.4 * weights
     assert np.mean(differences(run, tmp_path / quantization, PAIRS, compute_type="float32")) < 1.0
+
+
+def test_without_ctranslate2_the_extra_to_install_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(interop.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'flaxformer_min\[export\]'"):
+        interop.write_ctranslate2(None, tmp_path)
 
 
 def test_a_readme_says_how_to_translate(tmp_path, capsys):

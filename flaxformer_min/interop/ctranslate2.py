@@ -3,6 +3,7 @@
 CTranslate2's own `TransformerSpec` writes the files, so it must be installed (the extra `export`).
 """
 
+import importlib.util
 import string
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from flaxformer_min.tokens import BOS, EOS, UNK
 
 def write_ctranslate2(model: RunModel, folder: Path, quantization: str | None = None) -> None:
     """Write a folder that `ctranslate2.Translator` opens, with tokenizers and a README.md."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ImportError(
+            "An export for CTranslate2 needs ctranslate2; install it with: "
+            "pip install 'flaxformer_min[export]'"
+        )
     spec = _specification(model)
     spec.validate()
     spec.optimize(quantization=quantization)
