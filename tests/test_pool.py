@@ -781,6 +781,20 @@ def test_with_a_beam_a_small_model_has_small_pools_of_768_source_tokens(width, s
     assert runner.shape(job, width, 500).slots == usual
 
 
+@pytest.mark.parametrize("beam_size", [1, 2, 4])
+def test_a_long_prefix_leaves_a_pool_as_few_sentences_as_a_long_source(beam_size):
+    """All of them have room for it, and are begun with it, whoever has one."""
+    runner = BatchRunner([Table()], [jnp.asarray(make_table(eos=0.7))])
+    options = Options(beam_size=beam_size)
+    of_source, of_prefix = (
+        runner.shape(Job(runner, {}, {}, options, prefix), width, 500)
+        for width, prefix in ((1024, 0), (24, 1024))
+    )
+    assert (of_prefix.slots, of_prefix.newcomers) == (of_source.slots, of_source.newcomers)
+    short = Job(runner, {}, {}, options, 24)
+    assert runner.shape(short, 24, 500).slots > of_source.slots
+
+
 def test_newcomers_are_begun_a_part_at_a_time_as_they_join(monkeypatch):
     """Of eleven sentences for four slots, eight are a part: three begin after some steps."""
     events = []

@@ -288,7 +288,7 @@ class BatchRunner:
         share = -(-sentences // len(self.devices))
         most = self.most_sentences()
         slots = largest(sizes(most), 3 * share // 4)
-        slots = self._size(max(min(share, slots), at_least), width, most)
+        slots = self._size(max(min(share, slots), at_least), max(width, job.prefix), most)
         steps = width + job.options.max_extra_tokens
         if self.max_positions:
             steps = min(steps, self.max_positions)

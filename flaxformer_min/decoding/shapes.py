@@ -33,7 +33,8 @@ USUAL_BATCH = {"cpu": 64, "accelerator": 256}
 """Most sentences at once on each device, unless a number is configured."""
 
 LONGEST_OF_A_FULL_BATCH = 128
-"""Source tokens with which the usual batch is still full; longer sentences come in smaller ones."""
+"""Source tokens with which the usual batch is still full; longer sentences come in smaller ones.
+A prefix counts as a source where it is longer: its tokens are in the pool, too."""
 
 SMALL_POOL = 16 * 24
 """Source tokens of all sentences in a small pool, if each has one hypothesis."""
@@ -101,8 +102,9 @@ def small_pool_shape(slots: int, width: int, steps: int, prefix: int) -> PoolSha
     tokens, l2 = SMALL_POOL, l2_cache_size()
     if l2 is not None and l2 < LARGE_L2:
         tokens = SMALL_POOL_WITH_SMALL_L2 // (1 if width == LENGTHS[0] else 2)
-    slots = min(slots, largest(BATCHES, tokens // width))
-    newcomers = min(4 * slots, largest(BATCHES, 4 * tokens // width))
+    longest = max(width, prefix)
+    slots = min(slots, largest(BATCHES, tokens // longest))
+    newcomers = min(4 * slots, largest(BATCHES, 4 * tokens // longest))
     capacity = in_blocks(min(2 * width, steps), 1)
     narrow = NARROW if width == LENGTHS[0] else 0
     return PoolShape(slots, newcomers, width, capacity, steps, prefix, narrow)
@@ -112,7 +114,7 @@ def small_beam_pool_shape(
     slots: int, width: int, steps: int, rules: Rules, prefix: int
 ) -> PoolShape:
     """Return the shape of a small pool in which hypotheses compete."""
-    slots = min(slots, largest(BATCHES, SMALL_BEAM_POOL // width))
+    slots = min(slots, largest(BATCHES, SMALL_BEAM_POOL // max(width, prefix)))
     shape = pool_shape(slots, width, steps, rules, prefix)
     return dataclasses.replace(shape, newcomers=2 * slots)
 
