@@ -172,6 +172,13 @@ def test_languages_are_two_different_ones(tmp_path, languages):
         read_pairs(corpus, "train", languages)
 
 
+def test_other_files_beside_the_tables_of_a_corpus_are_no_languages(tmp_path):
+    for name in ("train.tsv", "validation.tsv", "prepare.py", "prepare.sh"):
+        (tmp_path / name).write_text("one\ttwo\n")
+    corpus = f"text:{tmp_path}"
+    assert languages_of(corpus) == ("source", "target") == read_pairs(corpus, "train").languages
+
+
 def test_three_languages_are_an_error_that_lists_the_possible_pairs(tmp_path):
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     with pytest.raises(ValueError, match="'en-de-fr' may be en:de-fr or en-de:fr"):

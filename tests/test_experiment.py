@@ -234,6 +234,13 @@ def test_a_run_that_recorded_only_the_class_of_its_model_goes_on(tmp_path, monke
     assert Translator.load(tmp_path / "run", model=model).translate(["one"])
 
 
+class Table(list):
+    """Has columns, which have names."""
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+
 @pytest.mark.parametrize(
     "pairs, error",
     [
@@ -252,6 +259,7 @@ def test_a_run_that_recorded_only_the_class_of_its_model_goes_on(tmp_path, monke
             r"text of pairs\['train'\]\[1\] has a lone",
         ),
         (PAIRS["train"] * 1000, "got list.$"),
+        ({**PAIRS, "train": Table([0])}, r"\[0\] raised KeyError.* Make a list of it"),
         ({**PAIRS, "test": [("a", "b"), ("a",)]}, r"pairs\['test'\]\[1\] must be a pair"),
     ],
 )

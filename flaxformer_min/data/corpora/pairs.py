@@ -114,7 +114,16 @@ class SequenceOfPairs(Pairs):
         return [digest.hexdigest()]
 
     def _read(self, indices: range) -> list[Pair]:
-        return [self._checked(i, self._items[i]) for i in indices]
+        return [self._checked(i, self._item(i)) for i in indices]
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self._items[index]
+        except (LookupError, TypeError) as error:
+            raise ValueError(
+                f"{self._name} must hold pairs by their numbers, from 0; {self._name}[{index}] "
+                f"raised {error!r}. Make a list of it."
+            ) from error
 
     def _checked(self, index: int, pair: Any) -> Pair:
         if (

@@ -50,11 +50,11 @@ class TextCorpus:
 
     @property
     def languages(self) -> tuple[str, str]:
-        """Source and target language of the first split."""
+        """Source and target language of the training split, or of the first if there is none."""
         names = self.splits()
         if not names:
             raise ValueError(self._no_splits())
-        return self._languages_of(names[0])
+        return self._languages_of("train" if "train" in names else names[0])
 
     def pairs(self, split: str) -> Pairs:
         """Return the sentence pairs of a split."""
