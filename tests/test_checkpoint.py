@@ -303,17 +303,28 @@ def test_nothing_intact_is_an_error_and_never_a_fresh_start(copy):
         restore_params(copy)
 
 
-def test_too_little_memory_is_no_damage(copy, monkeypatch, warnings):
-    """A checkpoint that may be intact would be moved away, and its steps taken again."""
-
+def raise_in_place_of_reading(monkeypatch, error):
     def restore_verified(*_, **__):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        raise error
 
-    for module, read in ((checkpoint, restore), (restoring, restore_params)):
+    for module in (checkpoint, restoring):
         monkeypatch.setattr(module, "restore_verified", restore_verified)
+
+
+def test_too_little_memory_of_a_device_is_no_damage(copy, monkeypatch, warnings):
+    """A checkpoint that may be intact would be moved away, and its steps taken again."""
+    raise_in_place_of_reading(monkeypatch, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    for read in (restore, restore_params):
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             read(copy)
     assert not warnings() and (copy / "20").exists()
+
+
+def test_a_file_that_asks_for_more_memory_than_there_is_is_damaged(copy, monkeypatch):
+    raise_in_place_of_reading(monkeypatch, MemoryError())
+    for read in (restore, restore_params):
+        with pytest.raises(ValueError, match="no checkpoint in .* is intact"):
+            read(copy)
 
 
 def test_a_damaged_checkpoint_that_was_requested_is_an_error_that_lists_the_others(copy):

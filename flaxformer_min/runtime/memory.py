@@ -29,9 +29,12 @@ def tune_malloc() -> None:
                 mallopt(setting, value)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory, of a device or of the host, did not suffice."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device had too little memory.
+
+    Too little for numpy or Python may be the fault of a damaged file that asks for too much.
+    """
+    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextlib.contextmanager
