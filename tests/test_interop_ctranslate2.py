@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reversing_run import reversed_pairs, train_reversing_run
-from tiny_run import LINES, make_tiny_run
+from tiny_run import LINES, TAGGED, make_imported_run, make_tiny_run
 
 import flaxformer_min
 from flaxformer_min.config import DataConfig, DecodingConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop import ctranslate2 as interop
+from flaxformer_min.tokens import UNK
 
 ctranslate2 = pytest.importorskip("ctranslate2")
 import sentencepiece
@@ -160,6 +161,23 @@ def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
     first = tokenizer.pieces(range(tokenizer.vocab_size)).index(free[0])
     _, found = greedily("suppressed", (first,))
     assert found and free[0] not in found
+
+
+def test_the_recipe_of_an_imported_model_reads_language_tags(tmp_path, capsys):
+    """As one piece, and what the vocabulary lacks as unknown: the pieces are those of the run."""
+    run = make_imported_run(tmp_path)
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    names = {"FOLDER": str(tmp_path / "out"), "lines": TAGGED}
+    exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+    tokenizer = Translator.load(run).source_tokenizer
+    known = tokenizer.pieces(range(tokenizer.vocab_size))
+    ids = [
+        [known.index(piece) if piece in known else UNK for piece in each]
+        for each in names["pieces"]
+    ]
+    assert ids == [tokenizer.encode(line)[:-1] for line in TAGGED]
+    assert known[ids[0][0]] == ">>deu<<" and UNK in ids[0]
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

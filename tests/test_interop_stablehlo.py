@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import traverse_util
 from reversing_run import reversed_pairs, train_reversing_run
-from tiny_run import LINES, make_tiny_run
+from tiny_run import LINES, TAGGED, make_imported_run, make_tiny_run
 
 from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.translator import Translator
@@ -92,6 +92,14 @@ def test_the_same_program_runs_alone_for_every_shape(tmp_path, beam_size, weight
     assert ids_alone(tmp_path / "out", *calls) == [ids_of(translator, lines) for lines in calls]
     texts, _ = alone(tmp_path / "out", ["", LINES[0]])
     assert [bool(text) for text in eval(texts)] == [False, True]
+
+
+@pytest.mark.slow
+def test_the_program_of_an_imported_model_reads_texts_as_its_run_does(tmp_path):
+    """A language tag as one piece, and what the vocabulary lacks as unknown."""
+    run = make_imported_run(tmp_path)
+    export_alone(run, tmp_path / "out")
+    assert ids_alone(tmp_path / "out", TAGGED) == [ids_of(Translator.load(run), TAGGED)]
 
 
 def test_one_artifact_serves_every_platform(tmp_path):

@@ -1,11 +1,13 @@
 """Makes a run folder as training leaves it, in a second: real tokenizers, random parameters."""
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import flaxformer_min
 from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.model.transformer import Transformer
@@ -79,3 +81,20 @@ def make_tiny_run(
     if checkpoints is not None:
         checkpoints.close()
     return run.path
+
+
+TAGGED = [">>deu<< the red house", ">>fra<< nine doors", "the >>deu<< house", ">>deu<<", " "]
+"""Texts for `make_imported_run`, with a tag that it knows and one that it does not."""
+
+
+def make_imported_run(folder: Path) -> Path:
+    """Make a run of an imported model that has >>deu<< in place of its tokenizers' piece ▁h."""
+    decoding = DecodingConfig(beam_size=1, max_extra_tokens=4)
+    run = make_tiny_run(folder / "tiny", positional_encoding="halves", decoding=decoding)
+    flaxformer_min.export(run, folder / "marian", format="marian")
+    path = folder / "marian" / "vocab.json"
+    pieces = json.loads(path.read_text())
+    pieces[">>deu<<"] = pieces.pop("▁h")
+    path.write_text(json.dumps(pieces))
+    flaxformer_min.import_model(folder / "marian", folder / "imported")
+    return folder / "imported"

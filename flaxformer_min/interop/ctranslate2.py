@@ -18,6 +18,7 @@ from flaxformer_min.interop.run_model import (
     layers,
     nearest_length_penalty,
     position_table,
+    segmentation_code,
 )
 from flaxformer_min.tokens import BOS, EOS, UNK
 
@@ -139,6 +140,7 @@ def _readme(model: RunModel, quantization: str | None) -> str:
     template = Path(__file__).with_name("ctranslate2_readme.md").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         sizes=describe(model.config),
+        pieces=segmentation_code(model),
         weights=quantization or "float32",
         beam_size=decoding.beam_size,
         hypotheses=2 * decoding.beam_size if decoding.beam_size > 1 else 1,

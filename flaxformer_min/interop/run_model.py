@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.data.imported_tokenizer import LANGUAGE_TAG, ImportedTokenizer
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import RunFolder, Tokenizers
@@ -44,7 +45,7 @@ class RunModel(NamedTuple):
 
 
 def read_run(run: str | Path) -> RunModel:
-    """Return the model that a run translates with, read without its dropout and dtype.
+    """Return the model that a run translates with, its parameters in float32.
 
     Raises ValueError for a folder that is no run, has no checkpoint, or was trained with a model
     other than this package's Transformer.
@@ -100,6 +101,24 @@ def nearest_length_penalty(decoding: DecodingConfig) -> float:
     0.45
     """
     return round(decoding.length_penalty * TYPICAL_SHARE, 4)
+
+
+def segmentation_code(model: RunModel) -> str:
+    """Return Python code that makes `pieces` of `lines` by `source_spm`, as the run segments them.
+
+    An imported model has a piece for a language tag, which SentencePiece alone would spell.
+    """
+    if not isinstance(model.tokenizers[0], ImportedTokenizer):
+        return "pieces = source_spm.encode(lines, out_type=str)"
+    return (
+        "import re\n"
+        f'tags = [re.match("{LANGUAGE_TAG.pattern}|", line, re.DOTALL)[0] for line in lines]'
+        "  # one piece, such as >>deu<<\n"
+        "rests = source_spm.encode(\n"
+        "    [line[len(tag) :] for line, tag in zip(lines, tags)], out_type=str\n"
+        ")\n"
+        "pieces = [[tag, *rest] if tag else rest for tag, rest in zip(tags, rests)]"
+    )
 
 
 def check_new_folder(out: str | Path) -> Path:

@@ -20,7 +20,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding.models import with_explicit_attention
 from flaxformer_min.decoding.search import no_prefix, search
 from flaxformer_min.decoding.shapes import LENGTHS
-from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe
+from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe, segmentation_code
 from flaxformer_min.model.attention import batched_attention_weights, batched_weighted_sum
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.transformer import Transformer
@@ -113,6 +113,8 @@ def _readme(model: RunModel, longest: int, weights_inside: bool) -> str:
     return string.Template(template).substitute(
         sizes=describe(model.config),
         program=PROGRAM,
+        pieces=segmentation_code(model),
+        source_size=model.tokenizers[0].vocab_size,
         load="" if weights_inside else load,
         arguments="source" if weights_inside else "weights, source",
         beam_size=model.decoding.beam_size,
