@@ -29,6 +29,7 @@ from flaxformer_min import (
     train,
 )
 from flaxformer_min.data.batches import shard_batch
+from flaxformer_min.experiment.run import usable_example
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
@@ -200,6 +201,19 @@ def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
 
 
+def test_a_model_that_cannot_decode_is_not_chosen_by_its_translations(tmp_path, uncut):
+    training = dataclasses.replace(CONFIG.training, best_by="bleu", validation_sentences=2)
+    config = dataclasses.replace(CONFIG, training=training)
+    model = Bigram(uncut.run.model_config().vocab_size)
+    with pytest.raises(ValueError, match="best_by='bleu' needs .*; Bigram cannot .* encode, .*'lo"):
+        train(config, tmp_path / "run", pairs=PAIRS, model=model)
+
+
+@pytest.mark.parametrize("sources, example", [(["", " ", "it's", "a\nb", "c"], "c"), (["'"], "")])
+def test_an_example_is_a_source_that_a_shell_takes_as_one_line(sources, example):
+    assert usable_example([(source, "target") for source in sources]) == example
+
+
 def constant(positions, d_model):
     return jnp.ones((positions.shape[0], d_model))
 
@@ -358,7 +372,7 @@ def test_pairs_with_a_fingerprint_are_encoded_once(tmp_path):
 
 def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
     assert uncut.run.config().data.corpus == "given"
-    with pytest.raises(ValueError, match="trained on sentence pairs that were passed as train"):
+    with pytest.raises(ValueError, match="does not name its text: it was trained with train.pairs"):
         train(uncut.run.config(), uncut.run.path)
 
 

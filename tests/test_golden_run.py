@@ -13,7 +13,7 @@ from tiny_run import random_params
 
 from flaxformer_min.config import FORMAT_VERSION
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.experiment.state import init_from, restore
+from flaxformer_min.experiment.state import init_from
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.training.step import TrainState
 
@@ -62,11 +62,9 @@ def test_the_golden_run_gives_references_the_recorded_scores(translator):
 def test_training_does_not_continue_the_golden_run_but_begins_with_its_parameters(tmp_path):
     """Its optimizer state has other names. Nothing in the folder is taken for damaged."""
     run = RunFolder(shutil.copytree(GOLDEN, tmp_path / "run"))
-    checkpoints = run.open_checkpoints(run.config())
     initial = TrainState(jnp.int32(0), None, None, jax.random.key(0))
     with pytest.raises(ValueError, match="an earlier version.*--training.init-from .*/run"):
-        restore(checkpoints, initial, None, run.config())
-    checkpoints.close()
+        run.begin(run.config(), pytest.fail)
     params = run.params().params
     run.check_model(CONFIG.model)
     jax.tree.map(np.testing.assert_array_equal, init_from(run, initial).params, params)

@@ -686,9 +686,13 @@ def test_an_imported_run_can_be_fine_tuned_and_exported(opus, tmp_path):
     with pytest.raises(ValueError, match="data.tokenizers must be 'imported'"):
         wrong = dataclasses.replace(config, data=dataclasses.replace(data, tokenizers="trained"))
         train(wrong, tmp_path / "wrong", pairs=pairs)
-    with pytest.raises(ValueError, match="data.tokenizers must be 'trained'"):
+    with pytest.raises(ValueError, match="'imported' needs the run .* with training.init_from"):
         alone = dataclasses.replace(config, training=dataclasses.replace(training, init_from=""))
         train(alone, tmp_path / "alone", pairs=pairs)
+    with pytest.raises(ValueError, match="an imported model .*--training.init-from .*/run"):
+        train(alone, run, pairs=pairs)  # its other settings do not matter, for it cannot go on
+    with pytest.raises(ValueError, match="its model was imported. Pass pairs, or .*--data.corpus"):
+        train(config, tmp_path / "other")
 
 
 MULTI30K = Path(__file__).parents[2] / "shared" / "data" / "multi30k"

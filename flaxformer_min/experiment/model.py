@@ -21,8 +21,8 @@ TRAINING_METHODS = ("hidden_states", "logits")
 def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers) -> nn.Module:
     """Return the model with the vocabulary that the tokenizers have.
 
-    Raises ValueError for a given model without the methods of training, of other settings than
-    `config.model`, or of another vocabulary.
+    Raises ValueError for a given model without the methods that training or `best_by` needs, of
+    other settings than `config.model`, or of another vocabulary.
     """
     fitted = fit_vocabulary(config.model, tokenizers)
     if given is None:
@@ -32,6 +32,12 @@ def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers)
         raise ValueError(
             f"model must have the methods {' and '.join(TRAINING_METHODS)}; "
             f"{type(given).__name__} has no {missing[0]}. See docs/extending.md."
+        )
+    if config.training.best_by == "bleu" and not can_decode(given):
+        raise ValueError(
+            f"training.best_by='bleu' needs translations; {type(given).__name__} cannot decode, "
+            f"which takes the methods {', '.join(DECODING_METHODS)}. Add them, or choose "
+            "best_by='loss'."
         )
     _check_settings(given, config.model)
     model = fit_model(given, fitted)

@@ -109,11 +109,16 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
     if config.training.init_from:
         former = RunFolder(config.training.init_from)
         former.check_model(config.model)
-        _check_tokenizers(config, former.config())
+        _check_tokenizers(config, former)
         for tokenizer, path in zip(former.tokenizers(), paths, strict=True):
             write_atomically(path, tokenizer.model)
         return
-    _check_tokenizers(config, None)
+    if config.data.tokenizers == "imported":
+        raise ValueError(
+            "data.tokenizers='imported' needs the run that has them: the model was imported, and "
+            "training from random parameters is not what they are for. Name it with "
+            "training.init_from, or choose data.tokenizers='trained'."
+        )
     data, model = config.data, config.model
     stride = -(-len(pairs) // data.tokenizer_sample)
 
@@ -142,14 +147,12 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
         train_one(paths[side], vocab_size, (side,))
 
 
-def _check_tokenizers(config: Config, former: Config | None) -> None:
-    """Raise ValueError unless the tokenizers of an imported model come from a run that has them."""
-    kind = "trained" if former is None else former.data.tokenizers
+def _check_tokenizers(config: Config, former: RunFolder) -> None:
+    kind = former.config().data.tokenizers
     if config.data.tokenizers != kind:
         raise ValueError(
-            f"data.tokenizers must be {kind!r}, as those of the run that this one begins with"
-            f"{' (none: see training.init_from)' * (former is None)}; got "
-            f"{config.data.tokenizers!r}. Begin with the config.json of that run."
+            f"data.tokenizers must be {kind!r}, as those of {former.path}, which training.init_from"
+            f" names; got {config.data.tokenizers!r}. Begin with the config.json of that run."
         )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,13 @@ def _check_arguments(config: Any, model: Any, **functions: Any) -> None:
             raise ValueError(f"{name} must be a function or None; got {function!r}.")
 
 
+def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the first source that a shell can take between apostrophes as one line."""
+    sources = (source for source, _ in pairs)
+    usable = (each for each in sources if each.strip() and not {"'", "\n"} & {*each})
+    return next(usable, "")
+
+
 def _newest_step(run: RunFolder) -> int:
     return max(steps_of(run.checkpoints), default=0)
 
@@ -233,8 +240,7 @@ class Job:
         self.watch.finish("test")
         scores = self._newest_scores(trainer.scores)
         stopped = stopped or self.poll()
-        sources = (source for source, _ in self.prepared.pairs["validation"] if "'" not in source)
-        example = next(sources, "")
+        example = usable_example(self.prepared.pairs["validation"])
         return TrainResult(self.run, step, stopped, scores, test, example, self.given_model)
 
     def _batches(self) -> TrainingBatches:

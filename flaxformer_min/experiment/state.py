@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from flax import linen as nn
 
 from flaxformer_min.config import Config
 from flaxformer_min.data.batches import TrainingBatches
-from flaxformer_min.runs.checkpoint import Checkpoints, read_description, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.training.debug import stopping_at_not_finite
@@ -52,10 +51,8 @@ def restore(
 ) -> tuple[TrainState, Progress]:
     """Continue from the newest checkpoint; without one, from another run or from `state`.
 
-    The batch iterator is set to its saved position, too. Raises ValueError for checkpoints of an
-    earlier version of this package.
+    The batch iterator is set to its saved position, too.
     """
-    _check_version(checkpoints.folder)
     found = checkpoints.restore(state.to_dict())
     if found is None:
         if config.training.init_from:
@@ -68,18 +65,6 @@ def restore(
     batches.set_state(position)
     LOGGER.info("Continuing from step %s.", f"{step:,}")
     return TrainState.from_dict(restored), Progress(**description["progress"])
-
-
-def _check_version(folder: Path) -> None:
-    """Refuse checkpoints whose optimizer state has the names of an earlier version."""
-    steps = steps_of(folder)
-    description = read_description(folder, steps[0]) if steps else None
-    if description is not None and "batches" not in description:
-        raise ValueError(
-            f"the checkpoints in {folder} were written by an earlier version: this one translates "
-            "with them, but cannot continue their optimizer. Begin a new run with their "
-            f"parameters: another --workdir and --training.init-from {folder.parent}."
-        )
 
 
 def init_from(former: RunFolder, state: TrainState) -> TrainState:

@@ -27,7 +27,7 @@ from flaxformer_min.config import DROPOUTS, Config, ModelConfig
 from flaxformer_min.config_fields import differences, differences_of_group
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, read_description, steps_of
 from flaxformer_min.runs.restore import restore_params
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.files import remove_partial, write_atomically
@@ -176,9 +176,10 @@ class RunFolder:
 
         `make_tokenizers` is called with the paths to write. Without a checkpoint, a run begins
         anew, also with other settings. Raises ValueError if the folder holds something else, or a
-        run with checkpoints and other settings.
+        run with checkpoints and other settings, or whose training cannot be continued.
         """
         self._check_ours()
+        self._check_continues()
         config = self._named_as_before(config)
         differing = differences(self.config(), config) if self.exists else []
         if differing and self._has_checkpoint():
@@ -203,6 +204,18 @@ class RunFolder:
             make_tokenizers((self.path / names[0], self.path / names[1]))
         write_atomically(self.path / "config.json", config.to_json())
         return self.tokenizers()
+
+    def _check_continues(self) -> None:
+        """Raise ValueError if the newest checkpoint lacks what training continues from."""
+        steps = steps_of(self.checkpoints)
+        description = read_description(self.checkpoints, steps[0]) if steps else None
+        if description is not None and "batches" not in description:
+            raise ValueError(
+                f"the training of {self.path} cannot be continued: its checkpoints are those of an "
+                "imported model or of an earlier version, which this one only translates with. "
+                "Begin a new run with their parameters: another --workdir and "
+                f"--training.init-from {self.path}."
+            )
 
     def _named_as_before(self, config: Config) -> Config:
         """Return the settings with the class of the model alone if the run recorded no more."""

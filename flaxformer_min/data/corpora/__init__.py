@@ -63,8 +63,9 @@ def open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> 
     """Return the corpus of a kind: an object with `languages`, `splits()` and `pairs(split)`."""
     if corpus == GIVEN:
         raise ValueError(
-            "this run was trained on sentence pairs that were passed as train(pairs=...), and its "
-            "folder does not contain them. Pass them again, or name other text."
+            "the folder of this run does not name its text: it was trained with "
+            "train(pairs=...), or its model was imported. Pass pairs, or name text with "
+            "--data.corpus."
         )
     kind, _, name = corpus.partition(":")
     if kind not in ("cldr", "text", "tfds") or not name:
