@@ -17,6 +17,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tiny_run import LINES, make_tiny_run
 
 import flaxformer_min
+from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
@@ -401,6 +402,20 @@ def test_exported_logits_are_the_same_in_hugging_face(tmp_path, transformers, se
     theirs = logits_of(model, (source, target), epsilon=1e-6)
     difference = np.abs(theirs - ours_of(run, source, target)).max()
     print("largest difference of logits:", difference)
+    assert difference < 2e-5 * max(1, np.abs(theirs).max())
+
+
+def test_an_export_has_positions_for_the_longest_translation(tmp_path, transformers):
+    """Of the longest source, 1,024 tokens, which may become as many as the run adds to it."""
+    decoding = DecodingConfig(max_extra_tokens=40)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, positional_encoding="halves")
+    flaxformer_min.export(run, tmp_path / "out", format="marian")
+    model = transformers.MarianMTModel.from_pretrained(tmp_path / "out")
+    rng = np.random.default_rng(0)
+    source = rng.integers(4, RunFolder(run).model_config().vocab_size, (1, 1064))
+    target = np.concatenate([[[BOS]], source[:, 1:]], axis=1)
+    theirs = logits_of(model, (source[:, :1024], target), epsilon=1e-6)
+    difference = np.abs(theirs - ours_of(run, source[:, :1024], target)).max()
     assert difference < 2e-5 * max(1, np.abs(theirs).max())
 
 

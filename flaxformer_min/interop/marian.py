@@ -47,7 +47,7 @@ def write_marian(model: RunModel, folder: Path) -> None:
     _write_json(folder / "vocab.json", vocabularies[0])
     if model.config.embeddings != "shared":
         _write_json(folder / "target_vocab.json", vocabularies[1])
-    _write_json(folder / "config.json", _config(model.config, vocabularies[0]))
+    _write_json(folder / "config.json", _config(model, vocabularies[0]))
     _write_json(folder / "generation_config.json", _generation_config(model))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(model, vocabularies[1]))
     (folder / "README.md").write_text(_readme(model), encoding="utf-8")
@@ -89,7 +89,8 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
     return {piece: number for number, piece in enumerate(pieces)}
 
 
-def _config(config: ModelConfig, source_vocabulary: dict[str, int]) -> dict[str, Any]:
+def _config(model: RunModel, source_vocabulary: dict[str, int]) -> dict[str, Any]:
+    config = model.config
     both = {"layers": config.num_layers, "ffn_dim": config.d_ff}
     both |= {"attention_heads": config.num_heads, "layerdrop": 0.0}
     sides = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in both.items()}
@@ -105,7 +106,7 @@ def _config(config: ModelConfig, source_vocabulary: dict[str, int]) -> dict[str,
         "activation_dropout": config.feed_forward_dropout,
         "scale_embedding": True,
         "static_position_embeddings": True,
-        "max_position_embeddings": LENGTHS[-1],
+        "max_position_embeddings": LENGTHS[-1] + model.decoding.max_extra_tokens,
         "vocab_size": len(source_vocabulary),
         "decoder_vocab_size": config.vocab_size,
         "share_encoder_decoder_embeddings": config.embeddings == "shared",
@@ -123,7 +124,7 @@ def _generation_config(model: RunModel) -> dict[str, Any]:
     return {
         "num_beams": decoding.beam_size,
         "length_penalty": nearest_length_penalty(decoding),
-        "max_length": LENGTHS[-1],
+        "max_length": LENGTHS[-1] + decoding.max_extra_tokens,
         "bad_words_ids": [[number] for number in (PAD, UNK, BOS, *decoding.suppressed)],
         "pad_token_id": PAD,
         "eos_token_id": EOS,
