@@ -13,7 +13,8 @@ import flaxformer_min
 from flaxformer_min.config import DataConfig, DecodingConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop import ctranslate2 as interop
-from flaxformer_min.tokens import UNK
+from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
+from flaxformer_min.tokens import PAD, UNK
 
 ctranslate2 = pytest.importorskip("ctranslate2")
 import sentencepiece
@@ -126,7 +127,12 @@ def test_a_readme_says_how_to_translate(tmp_path, capsys):
     assert (
         [bool(text) for text in plain] == [bool(text) for text in reranked] == [True, False, True]
     )
-    assert "length_penalty=0.6," in readme and "max(map(len, pieces)) + 5" in readme
+    assert "length_penalty=0.6," in readme and "default=0) + 1, 1024) + 4" in readme
+
+
+def recipe_of(folder):
+    """The first Python block of an export's README.md."""
+    return re.findall("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[0]
 
 
 def test_the_recipe_keeps_to_the_positions_that_the_model_has(tmp_path, capsys):
@@ -136,11 +142,44 @@ def test_the_recipe_keeps_to_the_positions_that_the_model_has(tmp_path, capsys):
     learned = {"positional_encoding": "learned", "max_positions": 16}
     run = make_tiny_run(tmp_path / "run", data=data, decoding=decoding, **learned)
     flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
-    readme = (tmp_path / "out" / "README.md").read_text().replace("_length=0", "_length=16")
     names = {"FOLDER": str(tmp_path / "out"), "lines": [LINES[0], " ".join(LINES[:5])]}
-    exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+    exec(recipe_of(tmp_path / "out").replace("_length=0", "_length=16"), names)
     assert len(names["pieces"][1]) > 16
     assert [len(each.hypotheses[0]) for each in names["found"]] == [16, 16]
+
+
+def test_the_recipes_take_a_line_beyond_the_longest_and_none(tmp_path, capsys):
+    """The source is cut at 1,024 tokens, and its translation ends where the positions do."""
+    run = make_tiny_run(tmp_path / "run", decoding=DecodingConfig(beam_size=1, max_extra_tokens=4))
+    flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
+    code = recipe_of(tmp_path / "out")
+    names = {"FOLDER": str(tmp_path / "out"), "lines": [LINES[0], " ".join(LINES) * 3]}
+    exec(code.replace("min_decoding_length=0", "min_decoding_length=1_028"), names)
+    assert len(names["pieces"][1]) > 1_100
+    assert [len(each.hypotheses[0]) for each in names["found"]] == [1_028, 1_028]
+    exec(code, names := {**names, "lines": []})
+    assert names["found"] == []
+
+
+def test_the_recipe_never_produces_padding(tmp_path, capsys):
+    """Though an imported model may prefer it: Marian's <pad> has the logit 0, these less."""
+    run = make_tiny_run(
+        tmp_path / "run",
+        positional_encoding="halves",
+        decoding=DecodingConfig(beam_size=1, max_extra_tokens=4),
+    )
+    flaxformer_min.export(run, tmp_path / "marian", format="marian")
+    path = tmp_path / "marian" / "model.safetensors"
+    weights = read_safetensors(path)
+    weights["final_logits_bias"] = np.full_like(weights["final_logits_bias"], -200)
+    weights["final_logits_bias"][0, PAD] = 0
+    write_safetensors(path, weights)
+    flaxformer_min.import_model(tmp_path / "marian", tmp_path / "again")
+    flaxformer_min.export(tmp_path / "again", tmp_path / "out", format="ctranslate2")
+    names = {"FOLDER": str(tmp_path / "out"), "lines": LINES[:3]}
+    exec(recipe_of(tmp_path / "out"), names)
+    found = [each.hypotheses[0] for each in names["found"]]
+    assert all(found) and not {"<pad>", "<s>"} & {piece for each in found for piece in each}
 
 
 def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
@@ -150,9 +189,8 @@ def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
         decoding = DecodingConfig(beam_size=1, max_extra_tokens=4, suppressed=suppressed)
         run = make_tiny_run(tmp_path / name, decoding=decoding)
         flaxformer_min.export(run, tmp_path / f"{name}-out", format="ctranslate2")
-        readme = (tmp_path / f"{name}-out" / "README.md").read_text()
         names = {"FOLDER": str(tmp_path / f"{name}-out"), "lines": LINES[:1]}
-        exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+        exec(recipe_of(tmp_path / f"{name}-out"), names)
         capsys.readouterr()
         return run, names["found"][0].hypotheses[0]
 
@@ -167,9 +205,8 @@ def test_the_recipe_of_an_imported_model_reads_language_tags(tmp_path, capsys):
     """As one piece, and what the vocabulary lacks as unknown: the pieces are those of the run."""
     run = make_imported_run(tmp_path)
     flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
-    readme = (tmp_path / "out" / "README.md").read_text()
     names = {"FOLDER": str(tmp_path / "out"), "lines": TAGGED}
-    exec(re.findall("```python\n(.*?)```", readme, re.DOTALL)[0], names)
+    exec(recipe_of(tmp_path / "out"), names)
     tokenizer = Translator.load(run).source_tokenizer
     known = tokenizer.pieces(range(tokenizer.vocab_size))
     ids = [

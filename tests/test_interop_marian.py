@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
+from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.tokens import BOS, Tokens
 
@@ -101,11 +103,11 @@ CONFIG = [
     ({"d_model": "32"}, "d_model must be a whole number; got '32'"),
     ({"encoder_attention_heads": 3, "decoder_attention_heads": 3}, "multiple of model.num_heads"),
     ({"vocab_size": 9, "decoder_vocab_size": 9}, "ids must be whole numbers from 0 to 8"),
-    ({"eos_token_id": 5}, "must give '</s>' the id 5"),
     ({"pad_token_id": 10**9}, "pad_token_id must be below"),
     ({"vocab_size": 10**12, "decoder_vocab_size": 10**12}, "no piece has the id"),
     ({"decoder_vocab_size": 9.5}, "decoder_vocab_size must be a whole number"),
     ({"forced_bos_token_id": 7}, "forced_bos_token_id must be None; got 7"),
+    ({"d_model": 10**12}, "no array has their sizes"),
     ({"encoder_layers": 10**9, "decoder_layers": 10**9}, "must have the 1,000,000,000 layers"),
 ]
 
@@ -156,6 +158,51 @@ def test_a_list_of_suppressed_tokens_without_sense_is_refused(marian, tmp_path, 
     rewrite(marian / "generation_config.json", **changes)
     with pytest.raises(ValueError, match=message):
         flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+def test_settings_without_effect_do_not_stop_an_import(marian, tmp_path):
+    """Older versions of transformers wrote many of them as null."""
+    rewrite(marian / "config.json", finetuning_task=None, tokenizer_class="MarianTokenizer")
+    rewrite(marian / "generation_config.json", max_new_tokens=None)
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id", "decoder_start_token_id"])
+def test_special_tokens_that_are_two_are_refused(marian, tmp_path, name):
+    """`generate` heeds generation_config.json, the model config.json."""
+    rewrite(marian / "generation_config.json", **{name: 7})
+    with pytest.raises(ValueError, match=f"{name} must be the same in config.json and gen.* and 7"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+def test_special_tokens_have_the_ids_of_the_vocabulary(marian, tmp_path):
+    for name in ("config.json", "generation_config.json"):
+        rewrite(marian / name, eos_token_id=5, forced_eos_token_id=5)
+    with pytest.raises(ValueError, match="must give '</s>' the id 5"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+@pytest.mark.parametrize("piece", ["", "a\0b", "\ud800"])
+def test_a_piece_that_sentencepiece_cannot_hold_is_named(marian, tmp_path, piece):
+    replace_piece(marian / "vocab.json", lambda pieces: pieces.update({piece: pieces.pop("▁h")}))
+    with pytest.raises(ValueError, match="vocab.json: a piece must be text without NUL; got '"):
+        flaxformer_min.import_model(marian, tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_a_stored_table_of_positions_may_be_rounded(marian, tmp_path, kind):
+    """As models that were saved in half precision have it; another table is refused."""
+    path = marian / "model.safetensors"
+    weights = read_safetensors(path)
+    table = np.asarray(sinusoidal_encoding(jnp.arange(512), 16, "halves"))
+    rounded = np.asarray(jnp.asarray(table, kind).astype(jnp.float32))
+    name = "model.encoder.embed_positions.weight"
+    write_safetensors(path, {**weights, name: rounded})
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    write_safetensors(path, {**weights, name: rounded + 0.005})
+    with pytest.raises(ValueError, match="must hold sines and then cosines"):
+        flaxformer_min.import_model(marian, tmp_path / "other")
 
 
 def replace_piece(path, change):
@@ -326,8 +373,13 @@ def test_a_disk_that_takes_no_more_is_told_in_a_sentence(marian, tmp_path):
 def test_a_pickle_is_not_read(marian, tmp_path):
     """The error says how to convert it."""
     (marian / "model.safetensors").rename(marian / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="a pickle may execute anything. Convert it: python -c"):
-        flaxformer_min.import_model(marian, tmp_path / "again")
+    folder = marian.rename(tmp_path / "it's $HOME")
+    with pytest.raises(ValueError, match="a pickle may execute anything. Convert it: ") as error:
+        flaxformer_min.import_model(folder, tmp_path / "again")
+    command = str(error.value).partition("Convert it: ")[2].removesuffix(".")
+    program, flag, code = shlex.split(command)
+    assert (program, flag) == ("python", "-c") and repr(str(folder)) in code
+    compile(code, "command", "exec")
 
 
 def test_half_precision_is_read_as_it_was_written(tmp_path):
@@ -897,8 +949,28 @@ def test_marians_own_files_are_the_model_that_hugging_face_has(of_marian, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, old, new)
     old, new = (folder.tokenizers() for folder in both)
     assert [old[0].encode(text) for text in TEXTS] == [new[0].encode(text) for text in TEXTS]
-    translations = [Translator.load(folder.path).translate(LINES[:5]) for folder in both]
+    translators = [Translator.load(folder.path) for folder in both]
+    assert [each.options().beam_size for each in translators] == [4, 6]
+    translations = [each.translate(LINES[:5], beam_size=4) for each in translators]
     assert translations[0] == translations[1]
+
+
+def test_an_import_searches_as_decoder_yml_says(of_marian, tmp_path):
+    """A score is divided by length ** normalize, which our alpha comes nearest to."""
+    own = of_marian[0]
+    path = own / "decoder.yml"
+    text = path.read_text()
+    path.write_text(f"{text}normalize: 0.6\nword-penalty: 0\nmini-batch: 1\n")
+    flaxformer_min.import_model(own, tmp_path / "again")
+    decoding = RunFolder(tmp_path / "again").config().decoding
+    assert (decoding.beam_size, decoding.length_penalty) == (6, pytest.approx(0.6 * 20 / 15))
+    for line, message in (
+        ("word-penalty: 0.3", "word-penalty must be 0; got 0.3"),
+        ("normalize: x", "normalize must be at least 0; got 'x'"),
+    ):
+        path.write_text(f"{text}{line}\n")
+        with pytest.raises(ValueError, match=message):
+            flaxformer_min.import_model(own, tmp_path / "other")
 
 
 def test_marians_settings_that_are_not_understood_are_named(of_marian, tmp_path):

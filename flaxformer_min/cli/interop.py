@@ -1,6 +1,7 @@
 """`export` and `import`: models leave, and come in."""
 
 import argparse
+import shlex
 import sys
 
 from flaxformer_min.cli.lines import Stop
@@ -23,7 +24,8 @@ def import_(args: argparse.Namespace, stop: Stop) -> int:
     from flaxformer_min.interop import import_model
 
     import_model(args.model, args.run)
-    print(f"To translate with it: flaxformer-min translate {args.run}", file=sys.stderr)
+    run = shlex.quote(args.run)
+    print(f"To translate with it: flaxformer-min translate {run}", file=sys.stderr)
     return 0
 
 

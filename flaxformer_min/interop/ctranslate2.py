@@ -20,7 +20,7 @@ from flaxformer_min.interop.run_model import (
     position_table,
     segmentation_code,
 )
-from flaxformer_min.tokens import BOS, EOS, UNK
+from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 
 def write_ctranslate2(model: RunModel, folder: Path, quantization: str | None = None) -> None:
@@ -129,14 +129,18 @@ def _set_vocabularies(spec: Any, model: RunModel) -> None:
 
 def _readme(model: RunModel, quantization: str | None) -> str:
     decoding = model.decoding
-    longest = f"max(map(len, pieces)) + {1 + decoding.max_extra_tokens}"
     positions = model.config.max_positions or LENGTHS[-1]
+    longest = f"min(max(map(len, pieces), default=0) + 1, {positions})"
+    longest += f" + {decoding.max_extra_tokens}"
     if model.config.max_positions:
         longest = f"min({longest}, {positions})"
-    limits = f"max_input_length={positions}, max_decoding_length={longest}"
-    if decoding.suppressed:
-        pieces = model.tokenizers[1].pieces(decoding.suppressed)
-        limits += f", suppress_sequences={[[piece] for piece in pieces]}"
+    # An imported model may give <pad> a high probability, because nobody lets it be produced.
+    suppressed = model.tokenizers[1].pieces((PAD, BOS, *decoding.suppressed))
+    options = (
+        f"min_decoding_length=0, disable_unk=True, max_input_length={positions},\n"
+        f"    suppress_sequences={[[piece] for piece in suppressed]},\n"
+        f"    max_decoding_length={longest},"
+    )
     template = Path(__file__).with_name("ctranslate2_readme.md").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         sizes=describe(model.config),
@@ -146,5 +150,5 @@ def _readme(model: RunModel, quantization: str | None) -> str:
         hypotheses=2 * decoding.beam_size if decoding.beam_size > 1 else 1,
         penalty=nearest_length_penalty(decoding),
         alpha=decoding.length_penalty,
-        options=f"min_decoding_length=0, disable_unk=True, {limits}",
+        options=options,
     )

@@ -3,6 +3,7 @@
 The tensors get the names of Hugging Face's MarianMTModel, and everything after that is the same.
 """
 
+import math
 import re
 import zipfile
 import zlib
@@ -17,7 +18,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.tokenizer import read_processor
 from flaxformer_min.interop.marian_settings import Settings
 from flaxformer_min.interop.marian_tensors import FINAL_BIAS, PROJECTIONS
-from flaxformer_min.interop.run_model import TYPICAL_SHARE
+from flaxformer_min.interop.run_model import nearest_alpha
 from flaxformer_min.interop.vocabulary import SUPPRESSED
 from flaxformer_min.interop.yaml import read_mapping, read_settings_text
 
@@ -36,7 +37,6 @@ NEEDED = {
     "transformer-decoder-autoreg": "self-attention",
     "transformer-decoder-dim-ffn": "0",
     "transformer-decoder-ffn-depth": "0",
-    "transformer-depth-scaling": "false",
     "transformer-ffn-depth": "2",
     "transformer-no-affine": "false",
     "transformer-no-bias": "false",
@@ -82,6 +82,26 @@ def find_model(folder: Path) -> tuple[Path, list[Path]]:
             f"{len(models)} and {len(vocabularies)}."
         )
     return models[0], vocabularies
+
+
+def search_settings(folder: Path) -> dict[str, Any]:
+    """Return how decoder.yml searches: fields of `Settings`, those that it does not name left out.
+
+    Raises ValueError for a search that this package does not have. Sizes of batches and the like
+    have no effect.
+    """
+    path = folder / "decoder.yml"
+    if not path.is_file():
+        return {}
+    content = read_settings_text(path.read_bytes(), path)
+    if _float(content, "word-penalty", path, 0.0):
+        raise ValueError(f"{path}: word-penalty must be 0; got {content['word-penalty']}.")
+    found: dict[str, Any] = {}
+    if "beam-size" in content:
+        found["beam_size"] = max(_number(content, "beam-size", path), 1)
+    if "normalize" in content:
+        found["length_penalty"] = nearest_alpha(_float(content, "normalize", path, 1.0))
+    return found
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -145,7 +165,7 @@ def settings_of(arrays: dict[str, np.ndarray], path: Path) -> Settings:
         separate_vocabularies="Wemb" not in arrays,
         languages=("", ""),
         beam_size=4,
-        length_penalty=round(1 / TYPICAL_SHARE, 4),
+        length_penalty=nearest_alpha(1.0),
         pad=sizes[1] - 1,
         eos=0,
         start=sizes[1] - 1,
@@ -187,6 +207,16 @@ def _number(content: dict[str, Any], name: str, path: Path) -> int:
     if not isinstance(value, str) or not re.fullmatch(r"[0-9]{1,9}", value):
         raise ValueError(f"{path}: {name} must be a whole number; got {value!r}.")
     return int(value)
+
+
+def _float(content: dict[str, Any], name: str, path: Path, default: float) -> float:
+    try:
+        value = float(content.get(name, default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < 1000:
+        raise ValueError(f"{path}: {name} must be at least 0; got {content[name]!r}.")
+    return value
 
 
 def _vocabulary_sizes(arrays: dict[str, np.ndarray], path: Path) -> tuple[int, int]:

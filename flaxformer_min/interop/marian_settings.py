@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.config import LENGTH_PENALTY_LIMIT, ModelConfig
+from flaxformer_min.config import ModelConfig
 from flaxformer_min.interop.marian import EPSILON
-from flaxformer_min.interop.run_model import TYPICAL_SHARE
+from flaxformer_min.interop.run_model import nearest_alpha
 from flaxformer_min.interop.safetensors import parse_json
 from flaxformer_min.interop.vocabulary import Specials
 
@@ -72,10 +72,11 @@ WITHOUT_EFFECT = {
     *("label2id", "max_length", "max_position_embeddings", "num_hidden_layers"),
     *("num_return_sequences", "output_attentions", "output_hidden_states", "output_past"),
     *("output_scores", "problem_type", "return_dict", "return_dict_in_generate", "temperature"),
-    *("task_specific_params", "top_k", "top_p", "torch_dtype", "torchscript"),
+    *("task_specific_params", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript"),
     *("transformers_version", "use_bfloat16", "use_cache", "renormalize_logits"),
 }
-"""Settings of training, of the library or of sampling. Positions have no limit here."""
+"""Settings of training, of the library or of sampling. Positions have no limit here. What is null
+has no effect either, whatever it is."""
 
 TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -142,6 +143,7 @@ def read_settings(folder: Path) -> Settings:
     if shared and source_size != target_size:
         raise ValueError(f"{path}: shared embeddings need one vocab_size; got two.")
     _check_id_range(config, target_size, path)
+    _check_same_specials(config, search, folder)
     suppressed = _suppressed(search, target_size, folder)
     return Settings(
         model=_model_config(config, shared, (source_size, target_size), path),
@@ -163,7 +165,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _check_settings(config: dict[str, Any], path: Path) -> None:
     known = {*REQUIRED, *OPTIONAL, *SIZES, *READ, *WITHOUT_EFFECT}
-    if unknown := sorted(set(config) - known):
+    if unknown := sorted(name for name in set(config) - known if config[name] is not None):
         raise ValueError(f"{path}: the setting {unknown[0]!r} is not understood.")
     for name, needed in REQUIRED.items():
         if config.get(name) != needed:
@@ -215,6 +217,15 @@ def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[in
                 f"than that of the end; got {each[0]!r}."
             )
     return frozenset(number for (number,) in words)
+
+
+def _check_same_specials(config: dict[str, Any], search: dict[str, Any], folder: Path) -> None:
+    for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+        if search[name] != config[name]:
+            raise ValueError(
+                f"{folder}: {name} must be the same in config.json and generation_config.json; got "
+                f"{config[name]} and {search[name]}."
+            )
 
 
 def _check_id_range(config: dict[str, Any], size: int, path: Path) -> None:
@@ -274,8 +285,7 @@ def _number(search: dict[str, Any], name: str, default: float, folder: Path) -> 
 
 def _length_penalty(search: dict[str, Any], folder: Path) -> float:
     """Return our alpha that comes nearest to Hugging Face's exponent of the length."""
-    penalty = _number(search, "length_penalty", 1.0, folder) / TYPICAL_SHARE
-    return min(round(penalty, 4), LENGTH_PENALTY_LIMIT)
+    return nearest_alpha(_number(search, "length_penalty", 1.0, folder))
 
 
 def _languages(tokenizer: dict[str, Any]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.config import LENGTH_PENALTY_LIMIT, DecodingConfig, ModelConfig
 from flaxformer_min.data.imported_tokenizer import LANGUAGE_TAG, ImportedTokenizer
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer
@@ -101,6 +101,15 @@ def nearest_length_penalty(decoding: DecodingConfig) -> float:
     0.45
     """
     return round(decoding.length_penalty * TYPICAL_SHARE, 4)
+
+
+def nearest_alpha(exponent: float) -> float:
+    """Return the inverse of `nearest_length_penalty`, for a model that is imported.
+
+    >>> nearest_alpha(0.45)
+    0.6
+    """
+    return min(round(exponent / TYPICAL_SHARE, 4), LENGTH_PENALTY_LIMIT)
 
 
 def segmentation_code(model: RunModel) -> str:

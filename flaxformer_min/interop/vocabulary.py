@@ -82,6 +82,8 @@ def read_vocabulary(content: dict[str, Any], path: Path, size: int) -> list[str]
     """
     pieces: dict[int, str] = {}
     for piece, number in content.items():
+        if not _is_piece(piece):
+            raise ValueError(f"{path}: a piece must be text without NUL; got {piece!r}.")
         if type(number) is not int or not 0 <= number < size:
             raise ValueError(
                 f"{path}: ids must be whole numbers from 0 to {size - 1:,}, one for each embedding;"
@@ -96,6 +98,10 @@ def read_vocabulary(content: dict[str, Any], path: Path, size: int) -> list[str]
         missing = next(number for number in range(size) if number not in pieces)
         raise ValueError(f"{path}: no piece has the id {missing}, of {size:,}.")
     return [pieces[number] for number in range(size)]
+
+
+def _is_piece(piece: str) -> bool:
+    return bool(piece) and not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in piece)
 
 
 def sentencepiece_model(model: bytes, vocabulary: Vocabulary, path: Path) -> bytes:
