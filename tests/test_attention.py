@@ -1,5 +1,6 @@
 """Attention against loops over equation 1, and its edge cases."""
 
+import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -233,6 +234,52 @@ def test_stored_keys_and_values_are_at_each_sentences_own_entries():
         cut = np.pad(expected, ((0, 0), (0, 2)))[:, :size]
         assert_array_equal(np.asarray(resized.keys)[:, 0, :, 0], cut)
         assert_array_equal(np.asarray(resized.values)[:, 0, :, 2], 7 * cut)
+
+
+MASKS = {
+    "added to the scores": np.where(np.tri(4), 0.0, -1e9)[None].repeat(4, 0).astype(np.float32),
+    "of numbers": np.tri(4, dtype=np.int32)[None].repeat(4, 0),
+    "of no sentence": np.tri(4) > 0,
+    "of one sentence": (np.tri(4) > 0)[None],
+    "with heads, as Flax has it": (np.tri(4) > 0)[None, None].repeat(4, 0),
+    "of keys alone": np.ones((4, 1, 4), bool),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_of_another_kind_is_refused(mask):
+    """As many sentences as queries: broadcast, some of these would mean something else."""
+    module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3, dtype="float32"))
+    x = jnp.ones((4, 4, 6))
+    untyped = inspect.unwrap(MultiHeadAttention.__call__)  # without these tests' own type check
+
+    def attend(module, x, mask):
+        return untyped(module, x, module.keys_values(x), mask)
+
+    rule = r"must have the shape \(4, 4, 4\) and the type bool, True where .*; got \("
+    with pytest.raises(ValueError, match=rule):
+        module.init(jax.random.key(0), x, jnp.asarray(mask), method=attend)
+
+
+def test_a_mask_that_is_added_is_no_mask():
+    query, mask = jnp.ones((3, 2)), jnp.where(jnp.tri(3), 0.0, -1e9)
+    with pytest.raises(ValueError, match="the type bool, .*; got .* of float32"):
+        inspect.unwrap(attention.attention_weights)(query, query, mask)
+
+
+@pytest.mark.parametrize("sentences, queries, keys", [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_attention_of_nothing_is_nothing(sentences, queries, keys):
+    """No sentence, no query, or no key, of which a query gets zeros and then the bias."""
+    module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3, dtype="float32"))
+    x, attended = jnp.ones((sentences, queries, 6)), jnp.ones((sentences, keys, 6))
+
+    def attend(module, x, attended, mask):
+        return module(x, module.keys_values(attended), mask)
+
+    mask = jnp.ones((sentences, queries, keys), bool)
+    output, params = module.init_with_output(jax.random.key(0), x, attended, mask, method=attend)
+    assert output.shape == x.shape
+    assert_array_equal(output, jnp.zeros_like(x) if not keys else output)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,10 @@ def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned):
         "positional_encoding='learned' has vectors for positions 0 to 11; got position 12. "
         "Shorten the sentence, or train with a larger model.max_positions."
     )
+    with pytest.raises(ValueError, match="got position -1"):  # not the last one
+        model.apply(params, tokens_at(0, -1), method=embed)
+    nothing = Tokens(*(jnp.zeros((1, 0), jnp.int32),) * 3)
+    assert model.apply(params, nothing, method=embed).shape[1] == 0
 
 
 def test_a_position_that_was_never_learned_is_nan_inside_jit(learned):

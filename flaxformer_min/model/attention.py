@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from flaxformer_min.model.masks import check_mask
 from flaxformer_min.model.target import store_at, target_platform
 
 
@@ -17,11 +18,13 @@ def attention_weights(
     """Return how much each query attends to each key: softmax(Q Kᵀ / √d_k), equation 1.
 
     Rows sum to one; a masked key gets exactly zero; a query that may attend to nothing gets zeros,
-    and finite gradients. The softmax is taken in float32 whatever the inputs are.
+    and finite gradients. The softmax is taken in float32 whatever the inputs are. Raises ValueError
+    for a mask that is not of booleans, such as one to be added to the scores.
 
     >>> attention_weights(jnp.ones((1, 4)), jnp.ones((3, 4)), jnp.array([[True, True, False]]))
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
+    check_mask(mask, (query.shape[0], key.shape[0]))
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32) / query.shape[-1] ** 0.5
     # The lowest number instead of -inf, because a row of -inf would give NaN, in gradients too.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)

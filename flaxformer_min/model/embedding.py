@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import as_weights, project
-from flaxformer_min.model.parameters import parameter
+from flaxformer_min.model.parameters import for_tokens, parameter
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         x += self.positional_encoding(tokens.positions)
         return self.dropout(x.astype(compute_dtype(config)))
 
-    def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
+    def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""
         if self.has_variable("params", OUTPUT_KERNEL):
             return project(x, self.get_variable("params", OUTPUT_KERNEL))
@@ -68,10 +68,10 @@ class OutputProjection(nn.Module):
     vocab_size: int
 
     @nn.compact
-    def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
+    def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of each piece, in float32."""
         shape = (x.shape[-1], self.vocab_size)
         kernel = parameter(self, "kernel", nn.initializers.xavier_uniform(), shape)
         kernel = as_weights(kernel, x.dtype)
         bias = parameter(self, "bias", nn.initializers.zeros, (self.vocab_size,))
-        return project(x, kernel) + bias[None, None, :]
+        return project(x, kernel) + for_tokens(bias, x.shape)

@@ -103,7 +103,8 @@ def project_to_heads(
         outputs = jnp.split(whole, len(linears), axis=-1)
     else:
         outputs = [linear(x) for linear in linears]
-    return [y.reshape(*y.shape[:-1], heads, -1).swapaxes(1, 2) for y in outputs]
+    d_k = outputs[0].shape[-1] // heads
+    return [y.reshape(*y.shape[:-1], heads, d_k).swapaxes(1, 2) for y in outputs]
 
 
 def _written_by_heads(
@@ -125,10 +126,9 @@ def project_from_heads(
     On a TPU the product reads each sentence's features by rows, [heads · d_k, length], a layout
     that attention can write: moving the heads next to each other would take as long as a product.
     """
-    if target_platform() != "tpu":
-        x = heads.swapaxes(1, 2)
-        return linear(x.reshape(*x.shape[:2], -1))
     batch, number, length, d_k = heads.shape
+    if target_platform() != "tpu":
+        return linear(heads.swapaxes(1, 2).reshape(batch, length, number * d_k))
     kernel, bias = linear.weights(number * d_k)
     by_rows = heads.swapaxes(2, 3).reshape(batch, number * d_k, length)
     return jnp.einsum("bkl,ke->ble", by_rows.astype(kernel.dtype), kernel) + bias.reshape(1, 1, -1)

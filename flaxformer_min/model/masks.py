@@ -3,6 +3,8 @@
 Written for one sentence or row; the batched versions are at the end.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -46,6 +48,15 @@ def look_ahead_mask(
            [1, 1, 1]], dtype=int32)
     """
     return query_positions[:, None] >= key_positions[None, :]
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a mask has this shape, which ends in (queries, keys), of booleans."""
+    if mask.shape != shape or mask.dtype != bool:
+        raise ValueError(
+            f"a mask must have the shape {shape} and the type bool, True where a query may attend; "
+            f"got {mask.shape} of {mask.dtype}."
+        )
 
 
 batched_padding_mask = jax.vmap(padding_mask)

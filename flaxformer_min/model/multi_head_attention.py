@@ -16,6 +16,7 @@ from flaxformer_min.model.attention import (
 )
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.linear import Linear, project_from_heads, project_to_heads
+from flaxformer_min.model.masks import check_mask
 from flaxformer_min.model.target import compute_dtype
 
 
@@ -50,7 +51,11 @@ class MultiHeadAttention(nn.Module):
         attended: KeyValue,
         mask: Bool[Array, "batch queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
-        """Attend from each token of `x` to `attended`, where `mask` allows it."""
+        """Attend from each token of `x` to `attended`, where `mask` allows it.
+
+        Raises ValueError for a mask of another shape, also if it could be broadcast, or type.
+        """
+        check_mask(mask, (*x.shape[:2], attended.values.shape[2]))
         (query,) = project_to_heads(x, [self.query], self.config.num_heads)
         return project_from_heads(self.attend(query, attended, mask), self.output)
 

@@ -86,11 +86,13 @@ class PositionalEncoding(nn.Module):
 
 
 def _check_learned(positions: Int[Array, "batch length"], learned: int) -> None:
-    if isinstance(positions, jax.core.Tracer):
+    if isinstance(positions, jax.core.Tracer) or not positions.size:
         return
-    # On the host: inside jit, arithmetic on a constant is traced, too.
-    if (last := int(jax.device_get(positions).max())) >= learned:
+    positions = jax.device_get(positions)  # inside jit, arithmetic on a constant is traced, too
+    first, last = int(positions.min()), int(positions.max())
+    if first < 0 or last >= learned:
         raise ValueError(
             f"positional_encoding='learned' has vectors for positions 0 to {learned - 1}; got "
-            f"position {last}. Shorten the sentence, or train with a larger model.max_positions."
+            f"position {first if first < 0 else last}. Shorten the sentence, or train with a "
+            "larger model.max_positions."
         )

@@ -36,7 +36,7 @@ from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
 from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.model.parameters import parameter
+from flaxformer_min.model.parameters import for_tokens, parameter
 from flaxformer_min.model.positions import PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
@@ -90,10 +90,10 @@ class Transformer(nn.Module):
         x, _ = self._decode_all(shift_right(batch.target), cross)
         return x
 
-    def logits(self, x: Float[Array, "batch target d_model"]) -> Float[Array, "batch target vocab"]:
+    def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
         """Apply the output projection, in float32. The softmax is part of loss and search."""
         logits = self.output.logits(x)
-        return logits + self.output_bias[None, None, :] if self.config.output_bias else logits
+        return logits + for_tokens(self.output_bias, x.shape) if self.config.output_bias else logits
 
     def encode(self, source: Tokens) -> Float[Array, "batch source d_model"]:
         """Return the encoder's output."""
