@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_min.config_fields import check_fields, check_known, renamed, setting
-from flaxformer_min.config_fields import differences as differences
+from flaxformer_min.config_fields import check_fields, check_groups, check_known, renamed, setting
 from flaxformer_min.languages import check_languages
 
 FORMAT_VERSION = 1
@@ -337,6 +336,7 @@ class Config:
 
     def __post_init__(self):
         """Validate combinations of settings of several groups."""
+        check_groups(self)
         if self.decoding.beam_size > self.model.vocab_size:
             raise ValueError(
                 "decoding.beam_size must not exceed model.vocab_size, the number of continuations; "

@@ -31,6 +31,17 @@ def check_known(where: str | Path, given: dict, known: dict) -> None:
         raise ValueError(f"{where}: there is no setting {unknown[0]!r}, only {', '.join(known)}.")
 
 
+def check_groups(config: Any) -> None:
+    """Raise ValueError unless every field is a group of settings of its own class."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not isinstance(value, field.type):
+            raise ValueError(
+                f"{field.name} must be a {field.type.__name__}, as {field.name}="
+                f"{field.type.__name__}(...); got {value!r}."
+            )
+
+
 def check_fields(config: Any, group: str) -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))

@@ -153,11 +153,15 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 def perplexity(log_prob: float, tokens: int) -> float:
     """Return the perplexity of `tokens` tokens whose log-probabilities sum to `log_prob` nats.
 
+    It is infinite where it exceeds what a float holds. Raises ValueError for no tokens.
+
     >>> round(perplexity(2 * math.log(1 / 8), tokens=2), 6)
     8.0
     """
+    if tokens < 1:
+        raise ValueError(f"a perplexity needs at least one token; got {tokens}.")
     mean = -log_prob / tokens
-    return math.exp(mean) if mean < 700 else math.inf
+    return math.inf if mean >= 700 else math.exp(mean)
 
 
 def evaluate(
@@ -218,10 +222,13 @@ def _check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     for name, texts in {"hypotheses": hypotheses, "references": references}.items():
         if isinstance(texts, str):
             raise ValueError(f"{name} must be a list of sentences; got one text: {texts[:40]!r}.")
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"{name} must be texts; got {text!r} as {name}[{number}].")
     if len(hypotheses) != len(references):
         raise ValueError(
             "Each hypothesis must have one reference, line by line; got "
             f"{len(hypotheses)} hypotheses and {len(references)} references."
         )
-    if not references:
+    if not len(references):
         raise ValueError("There must be at least one sentence to score; got none.")

@@ -148,6 +148,18 @@ def test_a_moving_average_is_restored_alone_in_its_own_type(tmp_path, opens_no_o
     np.testing.assert_array_equal(params["layer"]["kernel"], average["layer"]["kernel"])
 
 
+def test_parameters_in_bfloat16_are_saved_and_restored_in_it(tmp_path):
+    """For which Python has no buffer."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), a_state(1)["params"])
+    checkpoints = Checkpoints(tmp_path, 5)
+    checkpoints.save(1, {"params": params}, META)
+    checkpoints.close()
+    _, restored = restore_params(tmp_path)
+    kernel = restored["layer"]["kernel"]
+    assert kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kernel, params["layer"]["kernel"])
+
+
 def test_parameters_in_frozen_dictionaries_are_described_as_well(tmp_path, opens_no_other_arrays):
     """Flax returned them once, and does so still if it is asked to."""
     checkpoints = Checkpoints(tmp_path, 5)

@@ -17,8 +17,8 @@ from flaxformer_min.config import (
     DecodingConfig,
     ModelConfig,
     TrainingConfig,
-    differences,
 )
+from flaxformer_min.config_fields import differences
 
 
 def test_the_defaults_are_the_papers():
@@ -293,6 +293,22 @@ def test_a_broken_config_file_is_refused_by_name(text, error):
     with pytest.raises(ValueError) as raised:
         Config.from_json(text, "run/config.json")
     assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    "groups, error",
+    [
+        (
+            {"model": {"d_model": 8}},
+            r"model must be a ModelConfig, as model=ModelConfig\(...\); got",
+        ),
+        ({"data": ModelConfig()}, r"data must be a DataConfig, .*; got ModelConfig\("),
+        ({"training": None}, "training must be a TrainingConfig, .*; got None"),
+    ],
+)
+def test_a_group_of_settings_of_another_class_is_refused(groups, error):
+    with pytest.raises(ValueError, match=error):
+        Config(**groups)
 
 
 def test_a_config_cannot_be_changed_by_accident():

@@ -3,10 +3,18 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from flaxformer_min import evaluation
-from flaxformer_min.evaluation import bleu, chrf, default_tokenize, evaluate, exact_match
+from flaxformer_min.evaluation import (
+    bleu,
+    chrf,
+    default_tokenize,
+    evaluate,
+    exact_match,
+    perplexity,
+)
 
 
 @pytest.fixture
@@ -114,6 +122,20 @@ def test_hypotheses_and_references_must_pair_up(measure):
         measure([], [])
     with pytest.raises(ValueError, match="references must be a list of sentences"):
         measure(["a"], "a")
+    with pytest.raises(ValueError, match=r"hypotheses must be texts; got 5 as hypotheses\[1\]"):
+        measure(["a", 5], ["a", "b"])
+
+
+@pytest.mark.parametrize("measure", [bleu, chrf, exact_match])
+def test_texts_may_be_in_an_array(measure):
+    texts = ["one two three four", "five six seven eight"]
+    assert measure(np.array(texts), np.array(texts)) == measure(texts, texts)
+
+
+def test_a_perplexity_hides_neither_nan_nor_that_there_is_no_token():
+    assert math.isnan(perplexity(math.nan, 5)) and perplexity(-1e9, 5) == math.inf
+    with pytest.raises(ValueError, match="at least one token; got 0"):
+        perplexity(0.0, 0)
 
 
 def test_an_exact_match_heeds_case_and_inner_space_only():

@@ -123,12 +123,15 @@ import signal, sys, time
 import jax, jax.numpy as jnp
 from flaxformer_min.runtime.devices import configure_cpu_devices
 from flaxformer_min.runtime.distributed import (
-    Distributed, any_process, distributed_session, gather, is_main_process
+    Distributed, any_process, distributed_session, gather, is_main_process, main_process_first
 )
 from flaxformer_min.runtime.signals import StopRequest
 
 def fail():
-    gather("start", 0)
+    for number in range(2):  # as several calls of train do in one session
+        with main_process_first("start"):
+            pass
+        assert gather("start", number) == [number, number]
     if not is_main_process():
         raise OSError("the disk is full")
     gather("what never comes", 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import pytest
 
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
 from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
+from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.packing import pack
+from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
 from flaxformer_min.runtime.files import PARTIAL
 from flaxformer_min.tokens import EOS
 
@@ -25,7 +28,7 @@ ROWS = (16, 12)
 class Letters:
     """A tokenizer of one piece a letter."""
 
-    fingerprint = "letters"
+    fingerprint, vocab_size = "letters", 256
 
     def encode_batch(self, texts):
         return [[ord(letter) for letter in text] + [EOS] for text in texts]
@@ -91,9 +94,19 @@ def test_a_split_without_a_usable_pair_is_an_error(tmp_path):
         encode([("", "a"), ("b" * 20, "c")], tmp_path)
 
 
+class Unreadable:
+    """Pairs of which only the number is known."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+
 def test_encoded_pairs_are_read_back_from_the_cache(encoded, tmp_path):
     first = encode([("ab", "u"), ("c", "vw")], tmp_path)
-    again = encode([], tmp_path)  # the fingerprint is that of the same text
+    again = encode(Unreadable(2), tmp_path)  # the fingerprint is that of the same text
     assert np.array_equal(first.source.ids, again.source.ids)
     assert len(list((tmp_path / "encoded").iterdir())) == 1
     assert len(encode([("abc", "u")], tmp_path, "another text")) == 1
@@ -113,7 +126,7 @@ def test_a_damaged_file_in_the_cache_is_made_again(tmp_path, name, damage):
     again = encode(PAIRS, tmp_path)
     assert np.array_equal(again.packing(ROWS).plan().pairs, plan.pairs)
     assert np.array_equal(again.source.ids, ids) and again.digest == fresh.digest
-    assert encode([], tmp_path).digest == fresh.digest, "and kept"
+    assert encode(Unreadable(len(PAIRS)), tmp_path).digest == fresh.digest, "and kept"
 
 
 def test_the_cache_has_the_permissions_of_new_files(tmp_path):
@@ -243,6 +256,27 @@ def test_no_process_runs_out_of_batches_before_another(pairs, rows, tmp_path):
         assert all(tokens.ids.shape == (rows // 3, ROWS[0]) for tokens in last)
         assert sum((tokens.segments > 0).any(1).sum() for tokens in last) == (pairs - 1) % rows + 1
     assert not last[2].ids.any()
+
+
+def test_a_loop_over_the_batches_of_an_epoch_ends(encoded):
+    """The last is also the one of number -1, and there is none behind it."""
+    batches = single_pass(encoded[0], ROWS, 2)
+    assert len(batches) > 1 and sum(1 for _ in itertools.islice(batches, 1_000)) == len(batches)
+    assert np.array_equal(batches[-1].source.ids, batches[len(batches) - 1].source.ids)
+    with pytest.raises(IndexError):
+        batches[len(batches)]
+
+
+def test_the_cache_knows_tokenizers_with_and_without_the_last_pieces_apart(tmp_path):
+    """An imported model may have embeddings for fewer pieces than its tokenizer has."""
+    pairs = [("a b c", "x y z")]
+    train_tokenizer(["a b c x y z"] * 9, 300, tmp_path / "model")
+    whole = Tokenizer.load(tmp_path / "model")
+    cut = [ImportedTokenizer(whole.model, whole.vocab_size - less) for less in (0, 8)]
+    found = [encode_pairs(pairs, (each,) * 2, ROWS, tmp_path, "text") for each in (whole, *cut)]
+    expected = [each.encode(pairs[0][0]) for each in (whole, *cut)]
+    assert [each.source.ids.tolist() for each in found] == expected
+    assert expected[1] != expected[2]
 
 
 def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):

@@ -27,6 +27,7 @@ from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import (
     logsumexp_by_product,
+    score_token,
     smoothed_cross_entropy,
     sum_over_tokens,
 )
@@ -87,6 +88,18 @@ def test_smoothed_cross_entropy_is_the_mean_over_the_smoothed_truth():
         expected -= q * math.log(math.exp(x) / total)
     actual = smoothed_cross_entropy(jnp.array(logits), jnp.int32(label), smoothing)
     assert float(actual) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_logit_of_minus_infinity_has_no_share_in_the_cross_entropy():
+    """A model may mask pieces that way: -ln (e² / (e + e²)) of the other two."""
+    logits = jnp.array([1.0, -jnp.inf, 2.0])
+    expected = math.log(1 + math.exp(-1))
+    loss, gradient = jax.value_and_grad(smoothed_cross_entropy)(logits, jnp.int32(2), 0.0)
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    share = 1 / (1 + math.e)
+    np.testing.assert_allclose(gradient, [share, 0, -share], rtol=1e-6)
+    sums = score_token(logits[None], jnp.int32(2), 0.0, 0.0, lambda logits, label: -logits[label])
+    assert float(sums.negative_log_likelihood) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_product_sums_exponentials_up_to_their_rounding():

@@ -45,6 +45,7 @@ class EpochBatches:
 
     def __getitem__(self, number: int) -> Batch:
         """Return this process's rows of batch `number`, as numpy arrays."""
+        number = range(len(self))[number]
         share = self.rows // self.processes
         first = number * self.rows + self.process * share
         starts = self.plan.starts[first : first + share + 1]

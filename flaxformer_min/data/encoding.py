@@ -199,7 +199,8 @@ def encode_pairs(
 
     Raises ValueError if no pair is left.
     """
-    parts = (FORMAT, fingerprint, *(t.fingerprint for t in tokenizers), row_lengths, segmentations)
+    kinds = [(type(each).__name__, each.fingerprint, each.vocab_size) for each in tokenizers]
+    parts = (FORMAT, fingerprint, len(pairs), kinds, row_lengths, segmentations)
     folder = cache / "encoded" / hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     encoded = None
     if folder.exists():

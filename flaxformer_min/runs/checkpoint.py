@@ -81,7 +81,7 @@ def checksum(tree: PyTree) -> str:
         array = np.ascontiguousarray(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.data)
+        digest.update(array.reshape(-1).view(np.uint8))  # bfloat16 has no buffer of its own type
     return digest.hexdigest()
 
 
@@ -204,6 +204,12 @@ class Checkpoints:
                 new = json.loads(json.dumps(new))
                 write_atomically(file, json.dumps({**new, "checksum": _meta_checksum(new)}))
         self._costs[step] = None if metric is None else metric.cost
+
+    def drop_metrics(self) -> None:
+        """Describe all checkpoints as not validated."""
+        for step in gather("steps without metrics", steps_of(self.folder))[0]:
+            if self._costs.get(step) is not None:
+                self.describe(step, {}, None)
 
     def restore(self, like: dict[str, PyTree]) -> tuple[int, dict[str, PyTree], dict] | None:
         """Return the newest intact checkpoint as (step, state, meta), or None if there is none.

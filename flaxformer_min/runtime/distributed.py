@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,9 @@ WAITING_SECONDS = 10
 """Seconds after which a process that waits for the others reports it, again and again."""
 
 _ENDING = threading.Lock()
+
+_USES: Counter[str] = Counter()
+"""How often this process has used each topic of the store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,29 +187,43 @@ def is_main_process() -> bool:
 
 @contextlib.contextmanager
 def main_process_first(topic: str) -> Iterator[None]:
-    """Run the body in process 0, and then in the others. Each use needs its own topic."""
+    """Run the body in process 0, and then in the others.
+
+    All processes must use the same topics equally often.
+    """
+    if count() == 1:
+        yield
+        return
+    key = _key(f"first/{topic}")
     if not is_main_process():
-        _store().blocking_key_value_get(f"first/{topic}", TIMEOUT_MS)
+        _store().blocking_key_value_get(key, TIMEOUT_MS)
     yield
-    if is_main_process() and count() > 1:
-        _store().key_value_set(f"first/{topic}", "done")
+    if is_main_process():
+        _store().key_value_set(key, "done")
 
 
 def gather(topic: str, value: Any) -> list[Any]:
-    """Return the value of each process, in their order. Each use needs its own topic.
+    """Return the value of each process, in their order.
 
-    Values must be JSON-serializable.
+    Values must be JSON-serializable. All processes must use the same topics equally often.
 
     >>> gather("weather", {"rain": 0.5})
     [{'rain': 0.5}]
     """
     if count() == 1:
         return [value]
-    _store().key_value_set(f"{topic}/{index()}", json.dumps(value))
+    key = _key(topic)
+    _store().key_value_set(f"{key}/{index()}", json.dumps(value))
     return [
-        json.loads(_store().blocking_key_value_get(f"{topic}/{other}", TIMEOUT_MS))
+        json.loads(_store().blocking_key_value_get(f"{key}/{other}", TIMEOUT_MS))
         for other in range(count())
     ]
+
+
+def _key(topic: str) -> str:
+    """Return a key of the store for one more use of a topic, for no key can be set twice."""
+    _USES[topic] += 1
+    return f"{topic}/{_USES[topic]}"
 
 
 def any_process(poll: Callable[[], bool]) -> Callable[[], bool]:

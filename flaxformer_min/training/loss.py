@@ -40,6 +40,8 @@ def smoothed_cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     total = logsumexp(logits)
+    if not smoothing:  # the mean may be -inf
+        return total - logit_of(logits, label)
     return total - (1.0 - smoothing) * logit_of(logits, label) - smoothing * logits.mean()
 
 
@@ -117,7 +119,7 @@ def score_token(
         loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(
         loss,
-        jax.vmap(cross_entropy, (0, None, None))(logits, label, 0.0).mean(),
+        jax.vmap(partial(cross_entropy, smoothing=0.0), (0, None))(logits, label).mean(),
         (jax.vmap(logit_of, (0, None))(logits, label) >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )
