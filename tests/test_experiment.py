@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,11 @@ from flaxformer_min import (
     train,
 )
 from flaxformer_min.data.batches import shard_batch
+from flaxformer_min.data.corpora.pairs import as_pairs
+from flaxformer_min.experiment.prepare import open_text, prepare
 from flaxformer_min.experiment.run import usable_example
+from flaxformer_min.experiment.validation import Validator
+from flaxformer_min.runs.checkpoint import Metric
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
@@ -116,6 +121,17 @@ def test_a_stop_request_saves_and_the_same_call_continues_bit_for_bit(uncut, tmp
     assert same(uncut.run.path, tmp_path / "cut")
 
 
+@pytest.mark.parametrize("validate_every", [1, 50])
+def test_a_stop_request_that_is_not_repeated_counts(tmp_path, validate_every):
+    """Between two steps, or while the validation asks; the test set is not translated any more."""
+    training = dataclasses.replace(CONFIG.training, steps=40, validate_every=validate_every)
+    config = dataclasses.replace(CONFIG, training=training)
+    answers = iter([False, False, True])
+    pairs = {**PAIRS, "test": reversed_words(4, 2)}
+    result = train(config, tmp_path / "run", pairs=pairs, stop=lambda: next(answers, False))
+    assert result.stopped and result.step < 40 and result.test is None
+
+
 @pytest.fixture
 def python_handles_ctrl_c():
     """Also where the tests run in the background, whose processes ignore it."""
@@ -142,6 +158,36 @@ def test_ctrl_c_saves_and_returns_and_the_same_call_continues_bit_for_bit(tmp_pa
     assert interrupted and part.stopped and part.step < 6
     assert train(CONFIG, tmp_path / "cut", pairs=PAIRS, token_loss=plain_loss).step == plain.step
     assert same(tmp_path / "plain", tmp_path / "cut")
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
+def test_after_a_second_ctrl_c_a_run_is_locked_until_its_last_step_has_ended(tmp_path):
+    """The call returns at once, but its thread may still be in a step, and saves after it."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow_stop():
+        entered.set()
+        leave.wait(60)
+        return True
+
+    def interrupt_twice():
+        entered.wait(60)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # Python joins two that come at once
+
+    threading.Thread(target=interrupt_twice).start()
+    with pytest.raises(KeyboardInterrupt):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS, stop=slow_stop)
+    with pytest.raises(ValueError, match="only one process may train a run at a time"):
+        train(CONFIG, tmp_path / "run", pairs=PAIRS)
+    leave.set()
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("train") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with RunFolder(tmp_path / "run").locked():
+        pass
 
 
 def plain_loss(logits, label):
@@ -178,7 +224,8 @@ def test_messages_go_to_the_logger_and_nothing_is_printed(uncut, tmp_path, caplo
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_of_ones_own_trains_resumes_and_validates(tmp_path, uncut):
+def test_a_model_of_ones_own_trains_resumes_and_validates(tmp_path, uncut, caplog):
+    caplog.set_level(logging.INFO, "flaxformer_min")
     size = uncut.run.model_config().vocab_size
     polls = iter(range(100))
     model = Bigram(size)
@@ -188,6 +235,7 @@ def test_a_model_of_ones_own_trains_resumes_and_validates(tmp_path, uncut):
     train(CONFIG, tmp_path / "cut", pairs=PAIRS, model=model)
     assert same(tmp_path / "whole", tmp_path / "cut")
     assert whole.validation["loss"] > 0 and whole.test is None
+    assert "No test score: a Bigram cannot decode." in caplog.messages
 
 
 def test_a_model_of_another_vocabulary_is_refused_with_the_size_it_needs(tmp_path, uncut):
@@ -292,6 +340,8 @@ def test_pairs_that_are_none_are_refused_by_name_before_training(tmp_path, pairs
         ({"model": "base"}, r"an instance of a Linen module, .* got str\.$"),
         ({"stop": True}, r"stop must be a function or None; got True\.$"),
         ({"token_loss": 0.1}, r"token_loss must be a function or None; got 0\.1\.$"),
+        ({"profile": "5"}, r"profile must be a number of steps, at least 0; got '5'\.$"),
+        ({"profile": -1}, r"profile must be a number of steps, at least 0; got -1\.$"),
     ],
 )
 def test_arguments_of_another_type_are_refused_before_there_is_a_folder(tmp_path, arguments, error):
@@ -374,6 +424,50 @@ def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
     assert uncut.run.config().data.corpus == "given"
     with pytest.raises(ValueError, match="does not name its text: it was trained with train.pairs"):
         train(uncut.run.config(), uncut.run.path)
+
+
+def test_splits_of_one_fingerprint_are_not_taken_for_each_other(tmp_path):
+    """If they have other numbers of pairs."""
+    named = {name: Counting(pairs, "my corpus v1") for name, pairs in PAIRS.items()}
+    encoded = prepare(RunFolder(tmp_path / "run"), CONFIG, named).encoded
+    assert [encoded[name].counts.read for name in PAIRS] == [40, 6]
+
+
+@pytest.mark.parametrize("languages, expected", [(("en", "ko"), "en-ko"), (("", ""), "")])
+def test_pairs_of_a_corpus_bring_their_languages(languages, expected):
+    pairs = as_pairs(PAIRS["train"], "pairs")
+    pairs.languages = languages
+    config, _ = open_text(CONFIG, {**PAIRS, "train": pairs})
+    assert config.data.languages == expected
+    own = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, languages="de-fr"))
+    assert open_text(own, {**PAIRS, "train": pairs})[0].data.languages == "de-fr"
+
+
+def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_path, caplog):
+    """Or the best checkpoint would for ever be that of the easier text."""
+    first = train(CONFIG, tmp_path / "run", pairs=PAIRS)
+    longer = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, steps=8))
+    checkpoints = first.run.open_checkpoints(CONFIG)
+    checkpoints.describe(6, {}, Metric("validation_loss", 0.001))  # easy text
+    checkpoints.close()
+    other = {**PAIRS, "validation": reversed_words(5, 9)}
+    warning = "the validation text has changed; scores of the former do not count."
+    for warned in (True, False):
+        caplog.clear()
+        result = train(longer, tmp_path / "run", pairs=other)
+        assert (warning in caplog.messages) == warned
+    assert result.translator.restored[0].step == 8
+
+
+def test_the_translated_sentences_of_a_validation_are_spread_over_all(uncut):
+    """Three of five, and no more than there are."""
+    pairs = reversed_words(5, 3)
+    for size, expected in ((3, [0, 1, 3]), (9, [0, 1, 2, 3, 4])):
+        training = dataclasses.replace(CONFIG.training, validation_sentences=size)
+        config = dataclasses.replace(CONFIG, training=training)
+        translator = uncut.translator
+        validator = Validator(config, translator.models[0], [], pairs, translator)
+        assert validator._sample == [pairs[number] for number in expected]
 
 
 @pytest.mark.slow

@@ -71,8 +71,11 @@ def open_text(
 ) -> tuple[Config, dict[str, Pairs]]:
     """Return the settings with the text's languages, and its splits."""
     if pairs is not None:
-        data = dataclasses.replace(config.data, corpus=GIVEN)
-        return dataclasses.replace(config, data=data), _given_splits(pairs)
+        splits = _given_splits(pairs)
+        named = splits["train"].languages
+        languages = config.data.languages or (join_languages(*named) if all(named) else "")
+        data = dataclasses.replace(config.data, corpus=GIVEN, languages=languages)
+        return dataclasses.replace(config, data=data), splits
     languages = languages_of(config.data.corpus, config.data.languages, **corpus_options(config))
     data = dataclasses.replace(config.data, languages=join_languages(*languages))
     config = dataclasses.replace(config, data=data)

@@ -63,7 +63,7 @@ class TrainResult:
     validation: the newest scores: "loss", "perplexity", "accuracy", "bleu"; those not measured are
                 missing.
     test:       scores of the test split, translated with `translator`; None without a test split,
-                or if stopped.
+                if stopped, and for a model that cannot decode.
     example:    a source sentence of the validation split, to try.
     """
 
@@ -107,7 +107,8 @@ def train(
     for bit, on other devices up to rounding.
     The call changes no process-wide settings and installs no signal handlers. What it compiled
     stays in jax's caches; after many calls, `jax.clear_caches()` frees it. Progress is logged to
-    "flaxformer_min" at level INFO.
+    "flaxformer_min" at level INFO. Training runs in a thread of its own, where options of jax count
+    that `jax.config.update` sets, but not those of a `with` block around the call.
 
     Raises ValueError for arguments, text or a folder that cannot be used, RuntimeError if training
     diverges or memory does not suffice, OSError if the disk is full.
@@ -115,7 +116,7 @@ def train(
     >>> config = Config(...)                                    # doctest: +SKIP
     >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
     """
-    _check_arguments(config, model, token_loss=token_loss, stop=stop)
+    _check_arguments(config, model, profile, token_loss=token_loss, stop=stop)
     run, interrupt = RunFolder(workdir), Interrupt(stop)
     with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
         with main_process_first("lock"):
@@ -130,13 +131,13 @@ def train(
             return TrainResult(run, _newest_step(run), True, {}, model=model)
         watch.finish("data and tokenizer")
         job = Job(run, prepared, model, token_loss, interrupt, profile, watch)
-        result = interrupt.shield(job.run_to_end)
+        result = interrupt.shield(job.run_to_end, held)
         if not result.stopped:
             LOGGER.info("Time: %s; of these %s.", watch, compiled)
         return result
 
 
-def _check_arguments(config: Any, model: Any, **functions: Any) -> None:
+def _check_arguments(config: Any, model: Any, profile: Any, **functions: Any) -> None:
     """Raise ValueError for an argument of another type than `train` takes."""
     if not isinstance(config, Config):
         raise ValueError(
@@ -150,6 +151,8 @@ def _check_arguments(config: Any, model: Any, **functions: Any) -> None:
             "model must be an instance of a Linen module, as Transformer(config.model); got "
             f"{found}."
         )
+    if not isinstance(profile, int) or profile < 0:
+        raise ValueError(f"profile must be a number of steps, at least 0; got {profile!r}.")
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise ValueError(f"{name} must be a function or None; got {function!r}.")
@@ -174,14 +177,17 @@ class Interrupt:
         self._stop, self._came = stop, threading.Event()
 
     def __call__(self) -> bool:
-        """Return whether to stop."""
-        return self._came.is_set() or (self._stop is not None and self._stop())
+        """Return whether to stop, also after a request that `stop` does not repeat."""
+        if self._stop is not None and not self._came.is_set() and self._stop():
+            self._came.set()
+        return self._came.is_set()
 
-    def shield(self, work: Callable[[], Any]) -> Any:
+    def shield(self, work: Callable[[], Any], held: contextlib.ExitStack) -> Any:
         """Run `work` in a thread, where KeyboardInterrupt cannot interrupt a step.
 
         Python raises it in the main thread, between any two operations. Within a step, the state
-        that the step has donated would be lost.
+        that the step has donated would be lost. After a second one, `held` is released by the
+        thread, which may still be in a step.
         """
         pool = ThreadPoolExecutor(1, "train")
         try:
@@ -191,7 +197,12 @@ class Interrupt:
             except KeyboardInterrupt:
                 self._came.set()
                 LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
-                return _result_of(running)
+                try:
+                    return _result_of(running)
+                except KeyboardInterrupt:
+                    release = held.pop_all().close
+                    running.add_done_callback(lambda _: release())
+                    raise
         finally:
             pool.shutdown(wait=False)
 
@@ -224,7 +235,7 @@ class Job:
     def run_to_end(self) -> TrainResult:
         """Train, average, and score the test set."""
         if is_main_process() and can_decode(self.model):
-            self._test_pairs()  # what is wrong with them should not be told only after training
+            self._test_pairs()  # report what is wrong with them now, not only after training
         batches = self._batches()
         with contextlib.closing(batches):
             state, train_step = self._initialise(batches)
@@ -295,7 +306,8 @@ class Job:
         run, training = self.run, self.config.training
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
             check_identity(run.checkpoints, run.identity())
-            state, progress = restore(checkpoints, state, batches, self.config)
+            held_out = self.prepared.encoded["validation"].digest
+            state, progress = restore(checkpoints, state, batches, self.config, held_out)
             step = int(state.step)
             if step < training.steps or training.average_checkpoints == 1:
                 drop_average(run, "of a former end")
@@ -324,6 +336,8 @@ class Job:
         with main_process_first("test score"):
             if is_main_process() and can_decode(self.model):
                 test = self._scores_of(self._test_pairs())
+            elif is_main_process():
+                LOGGER.info("No test score: a %s cannot decode.", type(self.model).__name__)
         return test
 
     def _test_pairs(self) -> Sequence[tuple[str, str]]:

@@ -47,24 +47,37 @@ def initialise(
 
 
 def restore(
-    checkpoints: Checkpoints, state: TrainState, batches: TrainingBatches, config: Config
+    checkpoints: Checkpoints,
+    state: TrainState,
+    batches: TrainingBatches,
+    config: Config,
+    validation_text: str,
 ) -> tuple[TrainState, Progress]:
     """Continue from the newest checkpoint; without one, from another run or from `state`.
 
-    The batch iterator is set to its saved position, too.
+    The batch iterator is set to its saved position, too. `validation_text` is the digest of the
+    validation split: scores of another text do not select checkpoints any more.
     """
     found = checkpoints.restore(state.to_dict())
     if found is None:
         if config.training.init_from:
             state = init_from(RunFolder(config.training.init_from), state)
-        return state, Progress()
+        return state, Progress(validation_text=validation_text)
     step, restored, description = found
     position = description["batches"]
     if batches.is_of_other_text(position):
         LOGGER.warning("the training text has changed; continuing at the same position of it.")
     batches.set_state(position)
     LOGGER.info("Continuing from step %s.", f"{step:,}")
-    return TrainState.from_dict(restored), Progress(**description["progress"])
+    progress = Progress(**description["progress"])
+    former = progress.validation_text
+    if former not in ("", validation_text) and step < config.training.steps:
+        LOGGER.warning("the validation text has changed; scores of the former do not count.")
+        checkpoints.drop_metrics()
+        progress.costs = []
+    if step < config.training.steps:
+        progress.validation_text = validation_text
+    return TrainState.from_dict(restored), progress
 
 
 def init_from(former: RunFolder, state: TrainState) -> TrainState:

@@ -47,8 +47,8 @@ class Validator:
         self._eval_step, self._translator = make_eval_step(model), translator
         self._number = itertools.count()
         usable = [pair for pair in pairs if not is_empty(pair)] if translator else []
-        size = config.training.validation_sentences
-        self._sample = usable[:: max(len(usable) // max(size, 1), 1)][:size]
+        size = min(config.training.validation_sentences, len(usable))
+        self._sample = [usable[number * len(usable) // size] for number in range(size)]
 
     def __call__(self, params: Any, step: int) -> dict[str, float] | None:
         """Validate the parameters of a step."""

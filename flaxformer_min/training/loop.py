@@ -45,12 +45,14 @@ class Progress:
     costs:              of all validations, lower is better (see `Metric.cost`); None without one.
     validation_pending: a validation was due, and a stop request came before its end.
     skipped_in_a_row:   steps up to the last one whose loss or gradient was not finite.
+    validation_text:    digest of the text of these validations.
     """
 
     window: dict[str, float] = dataclasses.field(default_factory=dict)
     costs: list[float | None] = dataclasses.field(default_factory=list)
     validation_pending: bool = False
     skipped_in_a_row: int = 0
+    validation_text: str = ""
 
 
 @dataclasses.dataclass
@@ -155,7 +157,8 @@ class Trainer:
         skipped = self.progress.skipped_in_a_row + 1 if metrics["skipped"] else 0
         self.progress.skipped_in_a_row = skipped
         if skipped >= self.config.max_skipped:
-            raise RuntimeError(_not_finite(self._step, skipped))
+            saved = self._saved if self.checkpoints is not None else 0
+            raise RuntimeError(_not_finite(self._step, skipped, saved))
 
     def _write_metrics(self) -> None:
         line = self._window.close()
@@ -254,13 +257,14 @@ def _impatience(config: TrainingConfig) -> str:
     )
 
 
-def _not_finite(step: int, count: int) -> str:
+def _not_finite(step: int, count: int, saved: int) -> str:
+    intact = f"The checkpoint of step {saved:,} is intact" if saved else "Nothing was saved"
     return (
         f"training stopped at step {step}: loss or gradient was not finite in {count} steps in a "
         "row. Likely causes: too high a learning rate (training.learning_rate_scale, "
         "training.warmup_steps), no clipping (training.clip_norm), bfloat16 where float32 is "
-        "needed (model.dtype), or broken text. The last checkpoint is intact; another rate or "
-        "clipping needs another run folder."
+        f"needed (model.dtype), or broken text. {intact}; another rate or clipping needs another "
+        "run folder."
     )
 
 
