@@ -4,6 +4,7 @@ More settings are in test_config.py, the command line in test_cli.py, that of tr
 test_train.py.
 """
 
+import gzip
 import re
 import shutil
 
@@ -63,7 +64,12 @@ CORPORA = [
      r".*/train\.de, line 2: text must be UTF-8; .* at byte 1 of the line\. Convert the file, for "
      r"example with iconv\."),
     ("UTF-16", "a\n", "c".encode("utf-16"),
-     r".*/train\.de, line 1: text must be UTF-8; .*\. Convert the file, for example with iconv\."),
+     r"text must be UTF-8; .*/train\.de is UTF-16\. Convert it: iconv -f utf-16 -t utf-8\."),
+    ("UTF-16 of more lines", "a\nb\n", "c\nd\u0a0a\n".encode("utf-16"),
+     r"text must be UTF-8; .*/train\.de is UTF-16\. Convert it: iconv -f utf-16 -t utf-8\."),
+    ("compressed text without .gz", "a\nb\n", gzip.compress(b"c\nd\n"),
+     r"text must not be compressed; .*/train\.de is compressed \(gzip\)\. Decompress it, or add "
+     r"\.gz to its name\."),
     ("a missing file", ONE, None,
      r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
      r".* holds train\.en\."),

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import gzip
 import json
 import math
 import os
@@ -329,6 +330,34 @@ def test_invalid_utf8_is_replaced_and_named(call, mirror):
     status, out, err = call("translate {run}", b"ok\nb\xff\n")
     assert (status, out) == (0, "ko\n\ufffdb\n")
     assert err.startswith("flaxformer-min: warning: stdin, line 2 is not UTF-8 from byte 2 on")
+
+
+GARBAGE = {
+    "gzip": (gzip.compress(b"the red house\n"), r"compressed \(gzip\).* zcat FILE \| flaxformer"),
+    "UTF-16": ("the red house\n".encode("utf-16"), "UTF-16. Convert it: iconv -f utf-16 -t utf-8"),
+    "UTF-16 of big end": (b"\xfe\xff\0a\0\n", "UTF-16. Convert it: iconv"),
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "translate {run}",
+        "translate {run} --input {tmp}/garbage --output {tmp}/out",
+        "translate {run} --input {one} --prefix-file {tmp}/garbage",
+        "score {run} {one} {tmp}/garbage",
+        "evaluate {run} --source {tmp}/garbage --reference {one}",
+        "evaluate {run} --source {one} --reference {tmp}/garbage",
+    ],
+)
+@pytest.mark.parametrize("content, message", GARBAGE.values(), ids=GARBAGE)
+def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
+    call, mirror, tmp_path, line, content, message
+):
+    (tmp_path / "garbage").write_bytes(content)
+    status, out, err = call(line, content)
+    assert (status, out, (tmp_path / "out").exists()) == (2, "", False)
+    assert re.fullmatch(f"flaxformer-min: error: text must .*(stdin|garbage) is {message}.*\n", err)
 
 
 def test_a_line_break_that_a_model_spells_becomes_a_space(call, monkeypatch):

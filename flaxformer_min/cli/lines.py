@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flaxformer_min.runtime.files import decode_line, open_atomically
+from flaxformer_min.runtime.files import check_is_text, decode_line, open_atomically
 from flaxformer_min.runtime.signals import StopRequest
 from flaxformer_min.runtime.streams import ignore_broken_pipe
 
@@ -19,6 +19,8 @@ CHUNK = 1_024
 
 BLOCK = 1 << 16
 """Most bytes that are read at once."""
+
+DECOMPRESS = "Decompress it: zcat FILE | flaxformer-min translate RUN, or zcat FILE > TEXT."
 
 POLL_SECONDS = 0.5
 """How often waiting for input checks for signals.
@@ -66,7 +68,8 @@ class Lines:
     r"""Decoded lines of an open file, as soon as they are available.
 
     Only \n ends a line; a \r before it and a BOM are dropped. Invalid UTF-8 becomes U+FFFD, with a
-    warning. At a terminal it prompts. `count` is the number of lines taken so far.
+    warning; gzip and UTF-16 are refused. At a terminal it prompts. `count` is the number of lines
+    taken so far.
     """
 
     def __init__(self, file: Any, name: str, warn: Callable[[str], None] = warn_user):
@@ -106,6 +109,8 @@ class Lines:
     def _decode(self, line: bytes) -> str:
         self.count += 1
         first = self.count == 1
+        if first:
+            check_is_text(line, self.name, DECOMPRESS)
         try:
             return decode_line(line, first)
         except UnicodeDecodeError as error:

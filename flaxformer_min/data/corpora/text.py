@@ -13,13 +13,16 @@ import numpy as np
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 from flaxformer_min.languages import join_languages, parse_languages
-from flaxformer_min.runtime.files import decode_line
+from flaxformer_min.runtime.files import check_is_text, decode_line
 
 MOST_EXPANSION = 100
 """Text shrinks to a third or a tenth; a file that becomes this many times larger is a bomb."""
 
 SMALL = 1 << 24
 """Bytes that may always be decompressed."""
+
+
+DECOMPRESS = "Decompress it, or add .gz to its name."
 
 
 class TextCorpus:
@@ -126,6 +129,7 @@ class _Lines:
                 self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             else:  # an empty file cannot be mapped
                 self.content = b""
+        check_is_text(self.content[:4], str(self.path), DECOMPRESS)
         size, portion = len(self.content), 1 << 24  # portions bound the memory of the comparison
         ends = [
             start + np.flatnonzero(np.frombuffer(self.content[start : start + portion], "u1") == 10)
