@@ -130,13 +130,27 @@ def test_help_imports_nothing_heavy():
     assert "--beam-size" in done.stdout
 
 
+def test_the_version_names_jax_and_python_and_imports_nothing_heavy():
+    """What a report of a bug needs."""
+    code = (
+        "import sys, flaxformer_min.cli as cli\n"
+        "try: cli.main(['--version'])\n"
+        "except SystemExit as end: assert not end.code and 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    numbers = r"flaxformer-min [0-9.]+, jax [0-9.]+\S*, Python [0-9.]+\S*\n"
+    assert re.fullmatch(numbers, done.stdout)
+    assert "--version" in make_parser().format_help()
+
+
 def options_of(parser, command="flaxformer-min"):
     """Yield (command, option) of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from options_of(inner, f"{command} {name}")
-        elif action.option_strings and "--help" not in action.option_strings:
+        elif action.option_strings and not {"--help", "--version"} & {*action.option_strings}:
             yield command, action
 
 
@@ -214,29 +228,40 @@ ERRORS = [
     ("translate {run} --input {folder}", "folder: Is a directory"),
     ("translate {run} --output {missing}/out", "there is no folder .*missing"),
     ("translate {run} --output {folder}", "folder: Is a directory"),
-    ("translate {run} --beam 4", "unrecognized arguments: --beam 4"),
+    (
+        "--fast plot positions --output {tmp}/map.png",
+        "arguments: --fast. See flaxformer-min --help",
+    ),
+    ("translate {run} --beam 4", "arguments: --beam 4. See flaxformer-min translate --help"),
+    (
+        "plot attention {run} hi --output {tmp}/map.png --beam 4",
+        "arguments: --beam 4. See flaxformer-min plot attention --help",
+    ),
     ("translate {run} --scores --json", "--json: not allowed with argument --scores"),
     (
         "translate {run} --beam-size 0",
-        "--beam-size: must be a whole number and at least 1; got '0'",
+        "--beam-size: must be a whole number of at least 1; got '0'. See flaxformer-min translate",
     ),
+    (f"translate {{run}} --beam-size {10**400}", r"must be less than 2\*\*30; got 1000+\."),
+    (f"translate {{run}} --beam-size {'9' * 5_000}", "must be a whole number of at least 1"),
+    ("translate {run} --length-penalty inf", "must be a number from 0 to 10; got 'inf'"),
     ("translate {run} --beam-size two", "--beam-size: must be a whole number.*got 'two'"),
     ("translate {run} --beam-size 1000", "must not exceed the vocabulary of [0-9]+,.*got 1,000"),
-    ("translate {run} --length-penalty -1", "--length-penalty: must be a number and at least 0"),
+    ("translate {run} --length-penalty -1", "--length-penalty: must be a number from 0 to 10"),
     ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
-    ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* at least 1"),
-    ("translate {run} --min-length -1", "--min-length: must .* at least 0"),
+    ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* from 1 to 100,000"),
+    ("translate {run} --min-length -1", "--min-length: must be a whole number from 0 to 100,000"),
     ("translate {run} --n-best 3", "--n-best must not exceed.*got 3 of 2. Raise --beam-size"),
     ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
     ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),
     ("translate {run} --top-k 2", "--top-k is for sampling"),
     ("translate {run} --top-p 0.5", "--top-p is for sampling"),
     ("translate {run} --seed 2", "--seed is for sampling"),
-    ("translate {run} --sample --temperature 0", "--temperature: must .* at least 1e-06"),
+    ("translate {run} --sample --temperature 0", "must be a number from 0.000001 to 1,000,000"),
     ("translate {run} --sample --top-k 0", "--top-k: must .* at least 1"),
     ("translate {run} --sample --top-p 0", "--top-p: must .* more than 0 and at most 1"),
     ("translate {run} --sample --top-p 1.1", "--top-p: must .* at most 1"),
-    ("translate {run} --sample --seed -1", "--seed: must .* at least 0"),
+    ("translate {run} --sample --seed -1", "--seed: must .* from 0 to 4,294,967,295"),
     ("translate {run} --prefix-file {missing}", "missing: No such file"),
     ("translate {run} --input {one} --prefix-file {long}", "prefix must be shorter.*prefix 1 has"),
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
@@ -260,11 +285,13 @@ ERRORS = [
     ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
     ("plot curves {folder} --output {tmp}/map.png", "is not a run"),
-    ("translate {run} --min-length 3000000000", "at most 100,000; got '3000000000'"),
+    ("translate {run} --min-length 3000000000", "from 0 to 100,000; got '3000000000'"),
 ]
 
 
-@pytest.mark.parametrize("line, message", ERRORS, ids=[line or "nothing" for line, _ in ERRORS])
+@pytest.mark.parametrize(
+    "line, message", ERRORS, ids=[line[:99] or "nothing" for line, _ in ERRORS]
+)
 def test_a_mistake_is_one_sentence_and_status_2(call, watched, line, message):
     status, out, err = call(line, b"hello\n")
     assert (status, out) == (2, "")
@@ -335,7 +362,7 @@ def test_invalid_utf8_is_replaced_and_named(call, mirror):
 GARBAGE = {
     "gzip": (gzip.compress(b"the red house\n"), r"compressed \(gzip\).* zcat FILE \| flaxformer"),
     "UTF-16": ("the red house\n".encode("utf-16"), "UTF-16. Convert it: iconv -f utf-16 -t utf-8"),
-    "UTF-16 of big end": (b"\xfe\xff\0a\0\n", "UTF-16. Convert it: iconv"),
+    "big-endian UTF-16": (b"\xfe\xff\0a\0\n", "UTF-16. Convert it: iconv"),
 }
 
 

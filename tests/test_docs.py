@@ -50,7 +50,7 @@ def options_of(parser, command="flaxformer-min"):
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from options_of(inner, f"{command} {name}")
-        elif action.option_strings and "--help" not in action.option_strings:
+        elif action.option_strings and not {"--help", "--version"} & {*action.option_strings}:
             yield command, action
 
 
@@ -187,7 +187,7 @@ def existing_config(argument, folder):
 def test_every_option_that_a_page_mentions_exists(page):
     """Of these commands, of the benchmarks, or one of XLA's flags."""
     known = {option for _, action in options_of(make_parser()) for option in action.option_strings}
-    known |= {typed.split()[0] for typed in entries_of("train")} | {"--help"}
+    known |= {typed.split()[0] for typed in entries_of("train")} | {"--help", "--version"}
     for program in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', read(program)))
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", read(page)):

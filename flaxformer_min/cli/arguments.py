@@ -23,13 +23,41 @@ class _Parser(argparse.ArgumentParser):
         """Take the settings of argparse."""
         super().__init__(allow_abbrev=False, **settings)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and refuse unknown arguments here, where `prog` is the command that lacks them."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, message: str) -> None:
         raise ValueError(f"{message}. See {self.prog} --help.")
+
+
+class _Version(argparse.Action):
+    """Prints versions and ends; they are read only then, and without importing the packages."""
+
+    def __init__(self, option_strings: list[str], dest: str):
+        super().__init__(
+            option_strings, dest, nargs=0, help="print the version of this program, jax and Python"
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        import importlib.metadata
+        import platform
+        import sys
+
+        # Not of the metadata, which a clone that is not installed lacks.
+        own = sys.modules["flaxformer_min"].__version__
+        jax, python = importlib.metadata.version("jax"), platform.python_version()
+        print(f"{parser.prog} {own}, jax {jax}, Python {python}")
+        parser.exit()
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(prog="flaxformer-min", description=DESCRIPTION)
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Only for --help: `main` passes its arguments to cli/train.py.
     _add_command(commands, "train", "train a model, or continue a run")
@@ -229,29 +257,31 @@ def _number(
     more_than: float = -math.inf,
 ) -> Callable[[str], Any]:
     """Return a function that reads a number within limits."""
-    limits = [
-        f"{words} {limit:,}"
-        for words, limit in (
-            ("at least", at_least),
-            ("more than", more_than),
-            ("at most", at_most),
-        )
-        if math.isfinite(limit)
-    ]
     name = "a whole number" if kind is int else "a number"
-    rule = " and ".join([f"must be {name}", *limits])
+    if math.isfinite(more_than):
+        limits = f"more than {_plain(more_than)} and at most {_plain(at_most)}"
+    elif math.isfinite(at_most):
+        limits = f"from {_plain(at_least)} to {_plain(at_most)}"
+    else:
+        limits = f"of at least {_plain(at_least)}"
+    rule = f"must be {name} {limits}"
 
     def read(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        # Comparisons are false for NaN, too.
-        if not (at_least <= value <= at_most and value > more_than) or math.isinf(value):
+        # Comparisons are false for NaN, too. `math.isinf` cannot take every whole number.
+        if not (at_least <= value <= at_most and value > more_than) or value == math.inf:
             raise argparse.ArgumentTypeError(f"{rule}; got {text!r}")
         return value
 
     return read
+
+
+def _plain(limit: float) -> str:
+    """Return a limit without an exponent or superfluous zeros: 0.000001, 1,000,000."""
+    return f"{limit:,.6f}".rstrip("0").rstrip(".")
 
 
 def _head(text: str) -> int | str:
