@@ -13,6 +13,7 @@ from flaxformer_min.runtime.files import (
     ABANDONED,
     folder_atomically,
     open_atomically,
+    remove_partial,
     write_atomically,
 )
 
@@ -73,6 +74,46 @@ def test_only_what_a_cache_abandoned_is_removed_whatever_its_name(
         os.utime(tmp_path / name, (time.time() - 2 * ABANDONED,) * 2)
     write_new(tmp_path / "new", cached=cached)
     assert set(os.listdir(tmp_path)) == left
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
+    """A private file stays private, also behind a link; a new one is as the umask wants it."""
+    write_atomically(tmp_path / "own", "old")
+    (tmp_path / "own").chmod(mode)
+    (tmp_path / "link").symlink_to("own")
+    for name in ("own", "link"):
+        write_atomically(tmp_path / name, f"new {name}")
+        assert (tmp_path / "own").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "own").read_text() == "new link"
+    (tmp_path / "plain").touch()
+    write_atomically(tmp_path / "new", "")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("name", ["번역" * 42, "a" + "번역" * 42, "n" * 255], ids=len)
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_a_name_as_long_as_a_name_may_be_can_be_written(tmp_path, name, make):
+    """Those of its unfinished versions are longer, so they begin with a part of it."""
+    write_new = write if make is Path.mkdir else partial(write_atomically, content="whole")
+    with pytest.raises(KeyError), open_atomically(tmp_path / name):
+        [left] = os.listdir(os.fsencode(tmp_path))
+        assert left.decode().startswith(f".{name[:50]}") and left.endswith(b".partial")
+        abandoned = tmp_path / f"{left.decode().removesuffix('.partial')}x.partial"
+        make(abandoned)
+        raise KeyError
+    assert os.listdir(tmp_path) == [abandoned.name]
+    os.utime(abandoned, (time.time() - 2 * ABANDONED,) * 2)
+    write_new(tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_unfinished_versions_are_those_of_this_name_whatever_its_signs(tmp_path):
+    """A name is no pattern, in which [ab] is a or b."""
+    for name in (".[ab]-x.partial", ".a-x.partial", ".b-x.partial"):
+        (tmp_path / name).touch()
+    remove_partial(tmp_path / "[ab]")
+    assert set(os.listdir(tmp_path)) == {".a-x.partial", ".b-x.partial"}
 
 
 @pytest.fixture

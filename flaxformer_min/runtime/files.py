@@ -14,6 +14,9 @@ from typing import BinaryIO
 PARTIAL = ".partial"
 """Suffix of files and folders that are still being written."""
 
+MOST_NAME_BYTES = 200
+"""Most bytes of a file's own name in the names of its unfinished versions."""
+
 ABANDONED = 24 * 3600
 """Seconds after the last change from which a partial folder is that of a killed process."""
 
@@ -32,7 +35,8 @@ def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing, which appears at `path` only if the body ends without an error.
 
     If `path` is a symbolic link, its target is replaced; a device or pipe is written to directly.
-    Raises ValueError if the folder does not exist.
+    A file that is replaced keeps its permissions, so that a private one stays private. Raises
+    ValueError if the folder does not exist.
 
     cached: the folder belongs to a cache, and whatever is unfinished there may be removed.
     """
@@ -44,13 +48,13 @@ def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {str(path.parent)!r} to write in; create it first.")
     _remove_abandoned(path, cached)
-    handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}-", path.parent)
+    handle, scratch = tempfile.mkstemp(PARTIAL, _scratch_prefix(path), path.parent)
     try:
         with _naming(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~_umask())
+        os.chmod(scratch, _permissions(path))
         os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
@@ -83,7 +87,7 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path, cached)
-    scratch = Path(tempfile.mkdtemp(PARTIAL, f".{path.name}-", path.parent))
+    scratch = Path(tempfile.mkdtemp(PARTIAL, _scratch_prefix(path), path.parent))
     try:
         with _naming(path):
             yield scratch
@@ -124,8 +128,8 @@ def _fill(folder: Path, scratch: Path) -> None:
 
 def _remove_abandoned(path: Path, cached: bool) -> None:
     """Remove what killed processes left of `path` a day ago or earlier; in a cache, of anything."""
-    own = "" if cached else f"{glob.escape(path.name)}-"
-    for left in path.parent.glob(f".{own}*{PARTIAL}"):
+    prefix = "." if cached else _scratch_prefix(path)
+    for left in path.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
         with contextlib.suppress(OSError):  # its process has just finished it, or another's
             if time.time() - left.stat().st_mtime > ABANDONED:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -133,8 +137,27 @@ def _remove_abandoned(path: Path, cached: bool) -> None:
 
 def remove_partial(path: Path) -> None:
     """Remove unfinished versions of a file. Only for a process with exclusive access to it."""
-    for partial in path.parent.glob(f".{path.name}-*{PARTIAL}"):
+    for partial in path.parent.glob(f"{glob.escape(_scratch_prefix(path))}*{PARTIAL}"):
         partial.unlink(missing_ok=True)
+
+
+def _scratch_prefix(path: Path) -> str:
+    """Return how the names of unfinished versions of a file or folder begin.
+
+    A long name is cut, between characters, because names of files have at most 255 bytes.
+    """
+    name = path.name
+    while len(os.fsencode(name)) > MOST_NAME_BYTES:
+        name = name[:-1]
+    return f".{name}-"
+
+
+def _permissions(path: Path) -> int:
+    """Return the permissions of a file, or those of a new one."""
+    try:
+        return path.stat().st_mode & 0o777
+    except FileNotFoundError:
+        return 0o666 & ~_umask()
 
 
 def _umask() -> int:
