@@ -1,5 +1,7 @@
 """Figures are looked at by people; what a program can check of them is checked here."""
 
+import re
+import struct
 import subprocess
 import sys
 
@@ -133,6 +135,29 @@ def test_there_must_be_a_token_to_look():
         plots.attention_figure(np.zeros((2, 0, 1)), "a", "")
 
 
+@pytest.mark.parametrize("shape", [(1, 448, 447), (4, 300, 300)])
+def test_more_weights_than_a_picture_shows_are_refused_with_what_shows_them(shape):
+    tokens = ["a"] * shape[2], ["b"] * shape[1]
+    with pytest.raises(ValueError) as error:
+        plots.attention_figure(np.zeros(shape), *tokens)
+    assert re.fullmatch(
+        rf"a figure shows at most 200,000 weights; got {shape[0]} of {shape[1]} target by "
+        rf"{shape[2]} source tokens\. Draw one head \(--head N\), a page \(--output x\.html\), or "
+        r"a shorter sentence\.",
+        str(error.value),
+    )
+
+
+@pytest.mark.parametrize("tokens, expected", [(30, None), (400, 6_000)])
+def test_an_image_of_many_tokens_has_no_side_of_more_than_6000_pixels(tmp_path, tokens, expected):
+    """It would take gigabytes; one of few tokens has 150 dots per inch."""
+    figure = plots.attention_figure(np.zeros((2, tokens)), ["a"] * tokens, ["b"] * 2)
+    plots.save(figure, tmp_path / "map.png")
+    size = struct.unpack(">II", (tmp_path / "map.png").read_bytes()[16:24])
+    expected = expected or 150 * max(figure.get_size_inches())
+    assert expected - 2 <= max(size) <= expected
+
+
 @pytest.mark.parametrize("wrong", [-0.5, 3.0, np.nan])
 def test_scores_before_the_softmax_are_no_weights(weights, wrong):
     weights[0, 0, 0] = wrong
@@ -209,7 +234,7 @@ def test_a_suffix_chooses_the_format(tmp_path, name, magic):
 
 
 def test_another_suffix_is_answered_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"\.png, \.svg, \.pdf; got .*a\.jpg"):
+    with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf; got .*a\.jpg"):
         plots.save(plots.curves_figure([]), tmp_path / "a.jpg")
 
 

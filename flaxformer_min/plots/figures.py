@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 _BLUE, _ORANGE, _GREEN, _VIOLET, _GREY = "#2563a8", "#d9641e", "#2e8b57", "#7a4fa3", "#8a8f98"
 
+MOST_PIXELS = 6_000
+"""Longest side of an image: one of 8 heads of 50 tokens fits; the memory grows with its square."""
+
+MOST_WEIGHTS = 200_000
+"""Most weights in one figure: half a minute to draw, and tokens of the smallest size to read."""
+
+_DPI = 150
+
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -37,7 +45,7 @@ def attention_figure(
 
     A space (`▁` in the pieces of SentencePiece) is drawn as `␣`. Characters that no installed font
     has are drawn as `□`, with a warning that names packages of fonts. Raises ValueError if shapes
-    and tokens disagree, and ImportError without matplotlib.
+    and tokens disagree or there are more than `MOST_WEIGHTS`, and ImportError without matplotlib.
     """
     _need_matplotlib()
     shape = "[heads target source]"
@@ -45,6 +53,7 @@ def attention_figure(
         "weights", weights, shape, len(target_tokens), len(source_tokens), (2, 3)
     )
     weights = weights[None] if weights.ndim == 2 else weights
+    _check_number(weights)
     labels = [readable(token) for token in (*source_tokens, *target_tokens)]
     (*labels, title), families = with_fonts([*labels, title])
     sources, targets = labels[: len(source_tokens)], labels[len(source_tokens) :]
@@ -123,15 +132,27 @@ def curves_figure(metrics: Iterable[Mapping[str, Any]]) -> "Figure":
 def save(figure: "Figure", path: str | Path) -> None:
     """Write a figure atomically, in the format of the suffix: .png, .svg or .pdf.
 
-    Raises ValueError for another suffix or a missing folder.
+    An image has 150 dots per inch, or fewer if its longer side would exceed `MOST_PIXELS`. Raises
+    ValueError for another suffix or a missing folder.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"A figure must be saved as {', '.join(_SUFFIXES)}; got {str(path)!r}.")
+        raise ValueError(f"A figure must be saved as .png, .svg or .pdf; got {str(path)!r}.")
     # Without a date, so that equal figures are equal files.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+    dpi = min(_DPI, MOST_PIXELS / max(figure.get_size_inches()))
     with open_atomically(path) as file:
-        figure.savefig(file, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
+        figure.savefig(file, format=path.suffix.lower()[1:], dpi=dpi, metadata=metadata)
+
+
+def _check_number(weights: np.ndarray) -> None:
+    if weights.size > MOST_WEIGHTS:
+        heads, targets, sources = weights.shape
+        raise ValueError(
+            f"a figure shows at most {MOST_WEIGHTS:,} weights; got {heads} of {targets:,} target "
+            f"by {sources:,} source tokens. Draw one head (--head N), a page (--output x.html), or "
+            "a shorter sentence."
+        )
 
 
 def _need_matplotlib() -> None:
