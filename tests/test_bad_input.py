@@ -152,9 +152,10 @@ def spoil_checkpoints(folder):
 RUNS = [
     # damage to an intact run folder, and the error
     ("not there", shutil.rmtree, r"a run is a folder; there is none at .*\."),
-    ("empty", remove("*"), r".* is not a run: it has no config\.json\. train\.py creates one\."),
+    ("empty", remove("*"), r".* is not a run: it has no config\.json\. `flaxformer-min train` "
+     r"creates one\."),
     ("foreign", remove("config.json"),
-     r".* is not a run: it has no config\.json\. train\.py creates one\."),
+     r".* is not a run: it has no config\.json\. `flaxformer-min train` creates one\."),
     ("of a newer format", replace("config.json", '{"format_version": 99}'),
      r".*config\.json has format 99; this flaxformer_min reads formats up to 1\. Install a newer "
      r"flaxformer_min\."),

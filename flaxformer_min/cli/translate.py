@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from flaxformer_min.cli.speed import Speed
 def translate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
     _check_sampling(args)
+    _check_runs(args)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_lines(args.input))]
         if args.prefix_file:
@@ -47,6 +49,12 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
     if args.verbose:
         _print_speed(translator, speed)
     return 0
+
+
+def _check_runs(args: argparse.Namespace) -> None:
+    for run in args.runs:
+        if os.path.isfile(run) and os.path.basename(run) != "config.json":
+            raise ValueError(f"a run is a folder; {run} is a file. To translate it: --input {run}")
 
 
 def _check_sampling(args: argparse.Namespace) -> None:

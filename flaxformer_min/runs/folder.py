@@ -81,10 +81,11 @@ class RunFolder:
         """
         file = self.path / "config.json"
         if not self.path.is_dir():
-            raise ValueError(f"a run is a folder; there is none at {self.path}.")
+            raise ValueError(f"a run is a folder; {self._what_is_there()}")
         if not file.exists():
             raise ValueError(
-                f"{self.path} is not a run: it has no config.json. train.py creates one."
+                f"{self.path} is not a run: it has no config.json. `flaxformer-min train` creates "
+                "one."
             )
         try:
             text = file.read_text(encoding="utf-8")
@@ -93,6 +94,14 @@ class RunFolder:
                 f"{file} cannot be read: {error}. Make it readable, or restore it from a backup."
             ) from error
         return without_caches(Config.from_json(text, file))
+
+    def _what_is_there(self) -> str:
+        """Return what a path is that is not a folder, and what to give instead."""
+        if not self.path.is_file():
+            return f"there is none at {self.path}."
+        if self.path.name == "config.json":
+            return f"{self.path} is a file. Give its folder: {self.path.parent}"
+        return f"{self.path} is a file."
 
     def tokenizers(self) -> Tokenizers:
         """Return source and target tokenizer; one object if the languages share it.
@@ -189,8 +198,8 @@ class RunFolder:
             raise ValueError(
                 f"{self.path} holds a run with other settings:\n  "
                 + "\n  ".join(differing)
-                + f"\nContinue with the settings of the run, `python train.py {file}`, or choose "
-                "another --workdir." + (moved if has_moved else "")
+                + f"\nContinue with the settings of the run, `flaxformer-min train {file}`, or "
+                "choose another --workdir." + (moved if has_moved else "")
             )
         newest = max(steps_of(self.checkpoints), default=0)
         if newest > config.training.steps:

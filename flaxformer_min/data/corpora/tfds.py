@@ -187,7 +187,8 @@ def _how_to_prepare(name: str, languages: tuple[str, str], cache_dir: str, build
     arguments = f"'tfds:{name}', 'train', '{join_languages(*languages)}', '{cache_dir}', True"
     return (
         f"tfds:{name} must be prepared before it is read; it is not in {builder.data_dir}. "
-        "Download and prepare it by setting data.download (train.py --data.download), or with\n"
+        "Download and prepare it by setting data.download (flaxformer-min train "
+        "--data.download), or with\n"
         f'python -c "from flaxformer_min.data.corpora import read_pairs; read_pairs({arguments})"'
     )
 
