@@ -218,7 +218,12 @@ ERRORS = [
     ("plot", "required: WHAT"),
     ("translate", "required: RUN"),
     ("translate {missing}", "a run is a folder; there is none at"),
-    ("translate {one}", "a run is a folder"),
+    (
+        "translate {run} {one}",
+        "a run is a folder; .*/one is a file. To translate it: --input .*/one",
+    ),
+    ("score {one} {one} {one}", "a run is a folder; .*/one is a file."),
+    ("translate {run}/config.json", r"config\.json is a file\. Give its folder: .*/run"),
     ("translate {folder}", "is not a run: it has no config.json"),
     ("translate {newer}", "has format 99.*Install a newer"),
     ("translate {untrained}", "holds no checkpoint yet"),
@@ -273,15 +278,16 @@ ERRORS = [
     ("evaluate {run} --source {one}", "--source and --reference belong together"),
     ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
     ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
-    ("evaluate {run} --source {none} --reference {none}", "no pair with text on both sides"),
+    ("evaluate {run} --source {none} --reference {none}", "text on both sides; there is none in"),
     ("evaluate {run} --corpus text:{corpus} --tokenize moses", "one of .*13a.*; got 'moses'"),
-    ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf, .html"),
+    ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf or .html"),
+    ("plot attention {run} \t --output {tmp}/map.png", r"have text to attend to; got '\\t'"),
     ("plot attention {run} hi --output {tmp}/map.html --layer 1", "a page shows all layers"),
     ("plot attention {run} hi --output {tmp}/map.png --layer 3", "--layer must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head 3", "--head must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head x", "must be mean, all or the number"),
     ("plot attention {run} hi", "required: --output"),
-    ("plot positions --output {tmp}/map.html", "must end in .png, .svg, .pdf; got"),
+    ("plot positions --output {tmp}/map.html", "must end in .png, .svg or .pdf; got"),
     ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
     ("plot curves {folder} --output {tmp}/map.png", "is not a run"),
@@ -626,8 +632,9 @@ def test_evaluation_measures_and_names_what_was_used(call, paths, mirror, one_na
 def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirror, one_nat):
     line = "evaluate {run} --source {four} --reference {four} --tokenize char --lowercase --step 1"
     _, out, _ = call(line)
-    for part in ("run, step 1", "4 pairs; 0 with", "beam size 2", "tokenizer: char, as requested",
-                 "|case:lc|", "chrF2|", "exact match = 0.0 % of 4", "perplexity = 2.718",
+    for part in ("run, step 1", "4 pairs; 0 with", "beam size 2", "early stopping on",
+                 "tokenizer: char, as requested", "|case:lc|", "chrF2|",
+                 "exact match = 0.0 % of 4", "perplexity = 2.718",
                  "sentences/s", "tokens/s"):  # fmt: skip
         assert part in out, part
 

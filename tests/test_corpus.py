@@ -200,6 +200,16 @@ def test_an_unknown_kind_is_an_error_that_names_the_three(corpus):
         read_pairs(corpus, "train")
 
 
+def test_a_folder_without_its_kind_is_answered_with_the_name_that_reads_it(tmp_path, monkeypatch):
+    (tmp_path / "text1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for corpus in ("text1", str(tmp_path / "text1")):
+        with pytest.raises(ValueError, match=rf"got '{corpus}'\. Did you mean text:{corpus}\?$"):
+            read_pairs(corpus, "train")
+    with pytest.raises(ValueError, match=r"got 'text2'\.$"):
+        read_pairs("text2", "train")
+
+
 def test_text_that_is_not_utf8_is_an_error_with_file_and_line(tmp_path):
     corpus = write(tmp_path, train__en="a\nb\nc", train__de=b"x\ngr\xfc\xdf\nz")
     pairs = read_pairs(corpus, "train", "en-de")
@@ -439,7 +449,7 @@ def test_a_set_in_another_format_is_an_error(prepared, tmp_path):
 def test_a_set_that_is_not_prepared_is_an_error_with_the_command_that_prepares_it(tmp_path):
     with pytest.raises(ValueError) as error:
         read_pairs("tfds:wmt14_translate/de-en", "train", cache_dir=str(tmp_path))
-    assert "--data.download" in str(error.value)
+    assert "flaxformer-min train --data.download" in str(error.value)
     code = str(error.value).partition('python -c "')[2].rstrip('"')
     compile(code, "the command", "exec")
     assert f"'tfds:wmt14_translate/de-en', 'train', 'de-en', '{tmp_path}', True" in code

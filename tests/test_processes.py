@@ -276,6 +276,18 @@ def test_only_a_cluster_that_started_several_processes_makes_them_meet(
     assert _cluster() == cluster
 
 
+@pytest.mark.parametrize("value", ["2(x3)", "", "-1"])
+def test_a_number_of_processes_that_is_none_is_an_error_with_its_name(monkeypatch, value):
+    """As Slurm writes SLURM_TASKS_PER_NODE, for example."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", value)
+    with pytest.raises(ValueError) as error:
+        _cluster()
+    assert str(error.value) == (
+        "SLURM_STEP_NUM_TASKS must be the number of processes that srun started; got "
+        f"{value!r}. Start them with srun, or unset it to train in one process."
+    )
+
+
 def test_a_process_alone_talks_to_nobody():
     def poll():
         return True

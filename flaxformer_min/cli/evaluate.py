@@ -103,7 +103,9 @@ def _without_text_of_skipped(
 
     used = [not is_empty(pair) for pair in pairs]
     if not any(used):
-        raise ValueError(f"{data} has no pair with text on both sides; there is none to score.")
+        raise ValueError(
+            f"a test set must hold a pair with text on both sides; there is none in {data}."
+        )
     return [pair if use else ("", "") for pair, use in zip(pairs, used, strict=True)], used
 
 
@@ -144,6 +146,13 @@ def _translate_and_score(
     return speed, texts, log_prob, tokens
 
 
+def _shown(value: Any) -> Any:
+    """Return a setting as people write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
 def _report(
     args: argparse.Namespace, report: dict[str, Any], measured: Any, speed: Speed
 ) -> list[str]:
@@ -160,7 +169,8 @@ def _report(
         f"model: {', '.join(models)}",
         f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "
         "empty side skipped",
-        "search: " + ", ".join(f"{name.replace('_', ' ')} {report[name]}" for name in SEARCH),
+        "search: "
+        + ", ".join(f"{name.replace('_', ' ')} {_shown(report[name])}" for name in SEARCH),
         f"BLEU's tokenizer: {report['tokenize']}, {chosen}",
         *measured.lines(),
         f"perplexity = {report['perplexity']:.4f} per target token, EOS included, of "

@@ -15,6 +15,8 @@ def plot_attention(args: argparse.Namespace, stop: Stop) -> int:
     """Draw a figure of one layer, or a page of all layers; return the exit status."""
     page = Path(args.output).suffix.lower() == ".html"
     _check_suffix(args.output, (*FIGURES, ".html"))
+    if not args.sentence.strip():
+        raise ValueError(f"the sentence must have text to attend to; got {args.sentence!r}.")
     if page and (args.layer or args.head):
         raise ValueError("a page shows all layers and heads; leave out --layer and --head.")
     translator = load(args)
@@ -90,7 +92,8 @@ def plot_curves(args: argparse.Namespace, stop: Stop) -> int:
 
 def _check_suffix(path: str, known: tuple[str, ...]) -> None:
     if Path(path).suffix.lower() not in known:
-        raise ValueError(f"--output must end in {', '.join(known)}; got {path!r}.")
+        *others, last = known
+        raise ValueError(f"--output must end in {', '.join(others)} or {last}; got {path!r}.")
 
 
 def _save_figure(path: str, draw: Callable[[Any], Any]) -> None:

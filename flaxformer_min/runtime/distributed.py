@@ -248,7 +248,13 @@ def any_process(poll: Callable[[], bool]) -> Callable[[], bool]:
 def _cluster() -> str | None:
     """Return jax's name of the cluster that started several processes, or None."""
     # A shell within an allocation also has Slurm's variables, but only srun sets several tasks.
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not tasks.isdecimal():
+        raise ValueError(
+            "SLURM_STEP_NUM_TASKS must be the number of processes that srun started; got "
+            f"{tasks!r}. Start them with srun, or unset it to train in one process."
+        )
+    if int(tasks) > 1:
         return "slurm"
     from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # there is no public name
 

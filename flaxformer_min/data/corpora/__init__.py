@@ -69,9 +69,11 @@ def open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> 
         )
     kind, _, name = corpus.partition(":")
     if kind not in ("cldr", "text", "tfds") or not name:
+        is_folder = bool(corpus) and Path(corpus).expanduser().is_dir()
         raise ValueError(
             "A corpus must be cldr:SOURCE-TARGET (as cldr:en-ko), text:DIR or tfds:NAME/CONFIG (as "
             f"tfds:wmt14_translate/de-en); got {corpus!r}."
+            + (f" Did you mean text:{corpus}?" if is_folder else "")
         )
     if kind == "text":
         from flaxformer_min.data.corpora.text import TextCorpus
