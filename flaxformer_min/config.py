@@ -303,12 +303,12 @@ class DecodingConfig:
     """Most tokens by which a translation may be longer than its source."""
 
     early_stopping: bool = setting(True, may_change=True)
-    """Once beam_size hypotheses have ended, drop those unfinished ones whose score so far is not
-    above that of the best ended one; otherwise only those that can no longer rise above it."""
+    """Once beam_size hypotheses have finished, continue an unfinished one only if its score so far
+    is above the best finished score. Off: as long as it can still rise above it (exact search)."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
-    """Ids of target tokens that are never chosen, as imported models may want it. PAD, UNK and BOS
-    never are."""
+    """Ids of target tokens that are never chosen, which some imported models require. PAD, UNK and
+    BOS are never chosen either."""
 
     batch_size: int | None = setting(None, at_least=1, may_change=True)
     """Most sentences at once on each device. None: up to 64 on a CPU, 256 on an accelerator."""

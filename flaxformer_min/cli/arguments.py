@@ -207,9 +207,9 @@ def _add_search(parser: _Parser) -> None:
     add("--length-penalty", type=alpha, metavar="ALPHA",
         help=f"larger values prefer longer translations ({OWN})")
     add("--early-stopping", action=argparse.BooleanOptionalAction,
-        help="once --beam-size hypotheses have ended, drop those unfinished ones whose score so "
-        "far is not above that of the best ended one (the Nth best with --n-best N); otherwise "
-        f"only those that can no longer rise above it ({OWN})")
+        help="once --beam-size hypotheses have finished, continue an unfinished one only if its "
+        "score so far is above the best finished score (the Nth best with --n-best N); otherwise "
+        f"as long as it can still rise above that one, an exact search, which is slower ({OWN})")
     add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
         help=f"most tokens by which a translation may be longer than its source ({OWN})")
     add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
