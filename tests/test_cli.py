@@ -877,7 +877,7 @@ def test_at_a_terminal_it_prompts_and_answers_line_by_line(paths, environment):
     os.close(theirs)
 
 
-# Models leave, and come in: see test_interop_*.py
+# Export and import: see test_interop_*.py
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`export` and `import`: models leave, and come in."""
+"""`export` and `import`: write a model for other software, or make a run from one."""
 
 import argparse
 import shlex

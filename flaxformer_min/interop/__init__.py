@@ -1,4 +1,4 @@
-"""Models leave and come in: CTranslate2, Marian of Hugging Face, StableHLO."""
+"""Export and import of models: CTranslate2, Marian of Hugging Face, StableHLO."""
 
 from pathlib import Path
 
