@@ -56,11 +56,11 @@ def start(cache: Path) -> dict[str, Any]:
                     first = time.perf_counter() - began
     if training.returncode or first is None:
         raise RuntimeError(f"train.py ended with status {training.returncode}; it said:\n{said}")
-    compiled = re.search(r"(\d+) s compiling (\d+) programs", said)
+    compiled = re.search(r"compiling (\d+) programs took (\d+) s", said)
     return {
         "first step after, s": first,
-        "compiling, s": int(compiled[1]),
-        "programs": int(compiled[2]),
+        "compiling, s": int(compiled[2]),
+        "programs": int(compiled[1]),
     }
 
 

@@ -54,7 +54,7 @@ def report_first_step(train_step: Callable, watch: Stopwatch) -> Callable:
             waiting = False
             jax.block_until_ready(result)
             seconds = time.perf_counter() - watch.started
-            LOGGER.info("The first step is done %.1f s after the start of training.", seconds)
+            LOGGER.info("The first step is done %.1f s after the start.", seconds)
         return result
 
     return step

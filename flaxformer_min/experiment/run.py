@@ -133,7 +133,7 @@ def train(
         job = Job(run, prepared, model, token_loss, interrupt, profile, watch)
         result = interrupt.shield(job.run_to_end, held)
         if not result.stopped:
-            LOGGER.info("Time: %s; of these %s.", watch, compiled)
+            LOGGER.info("Time: %s; %s.", watch, compiled)
         return result
 
 
@@ -239,7 +239,7 @@ class Job:
         batches = self._batches()
         with contextlib.closing(batches):
             state, train_step = self._initialise(batches)
-            self.watch.finish("data and tokenizer")
+            self.watch.finish("initialization")
             validate = self._validator(state)
             trainer = self._train(state, train_step, batches, validate)
         self.watch.finish("training")

@@ -167,4 +167,4 @@ class CompileClock:
 
     def __str__(self) -> str:
         """Return a summary."""
-        return f"{self.seconds:.0f} s compiling {self.programs} programs"
+        return f"compiling {self.programs} programs took {self.seconds:.0f} s, partly in parallel"
