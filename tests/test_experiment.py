@@ -315,6 +315,7 @@ class Table(list):
         ({**PAIRS, "train": [("a", None)] * 9}, r"got \('a', None\)"),
         ({**PAIRS, "train": [{"en": "a", "de": "b"}] * 9}, r"\[0\] must be a pair of two texts"),
         ({**PAIRS, "train": [3]}, r"\[0\] must be a pair of two texts"),
+        ({**PAIRS, "train": [{"a", "b"}] * 9}, r"\[0\] must be a pair of two texts"),
         ({**PAIRS, "train": {"a": "b"}}, "must be a sequence .* got dict"),
         (
             {**PAIRS, "train": [("a", "b"), ("a", "\ud800")]},

@@ -222,6 +222,25 @@ def test_a_killed_first_process_ends_the_others_with_a_sentence():
     assert "process 1 of 2 cannot continue" in errors or "another task died" in errors
 
 
+def test_a_port_that_another_process_uses_is_named():
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        where = f"127.0.0.1:{used.getsockname()[1]}"
+        meet = ["--distributed.coordinator", where, "--distributed.num-processes", "2"]
+        command = [sys.executable, "-c", MEET, "share", *meet, "--distributed.process-id", "0"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    assert done.returncode == 1  # as the script has no `main` that turns an error into a sentence
+    rule = f"ValueError: process 0 must be able to listen at {where}; Address already in use. Give"
+    assert rule in done.stderr
+
+
 def test_all_processes_must_be_given_the_same(monkeypatch):
     """Otherwise they would take different steps, and wait for each other."""
     monkeypatch.setattr(prepare, "gather", lambda _, mine: [mine, {**mine, "settings": "{}"}])

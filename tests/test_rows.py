@@ -351,8 +351,11 @@ def test_rows_are_split_over_devices_in_order(encoded):
 
 
 def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
+    """Or some would be in none."""
     with pytest.raises(ValueError, match="8 rows and 3 processes"):
         TrainingBatches(encoded[0], ROWS, 8, seed=0, processes=3)
+    with pytest.raises(ValueError, match="3 rows and 2 processes"):
+        single_pass(encoded[0], ROWS, 3, processes=2)
 
 
 WORKERS = """

@@ -39,6 +39,10 @@ class EpochBatches:
     process: int = 0
     processes: int = 1
 
+    def __post_init__(self):
+        """Raise ValueError unless the processes divide the rows evenly."""
+        _check_rows(self.rows, self.processes)
+
     def __len__(self) -> int:
         """Return the number of batches."""
         return -(-(len(self.plan.starts) - 1) // self.rows)
@@ -98,6 +102,14 @@ def _materialize_rows(side: Ragged, pairs, row, segment, shape: tuple[int, int])
     return Tokens(*columns)
 
 
+def _check_rows(rows: int, processes: int) -> None:
+    if rows % processes:
+        raise ValueError(
+            "the rows of a step must divide evenly among the processes; got "
+            f"{rows} rows and {processes} processes."
+        )
+
+
 class TrainingBatches(Iterator[Batch]):
     """An endless iterator over batches; each epoch has its own order.
 
@@ -123,11 +135,7 @@ class TrainingBatches(Iterator[Batch]):
 
         Raises ValueError unless the processes divide the rows evenly.
         """
-        if rows % processes:
-            raise ValueError(
-                "the rows of a step must divide evenly among the processes; got "
-                f"{rows} rows and {processes} processes."
-            )
+        _check_rows(rows, processes)
         self._encoded, self._row_lengths, self._rows = encoded, row_lengths, rows
         self._seed, self._workers = seed, workers
         self._process, self._processes, self._alpha = process, processes, subword_sampling

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -114,6 +115,8 @@ def _connect(settings: Distributed, cluster: str | None) -> None:
     jax waits in C++, where Python handles no signal, and aborts with a stack trace in the end. So
     it waits in a thread of its own, and longer than this function does.
     """
+    if settings.process_id == 0:
+        _check_port(settings.coordinator)
     waiting = threading.Thread(target=_initialize, args=(settings, cluster, errors := []))
     waiting.daemon = True
     waiting.start()
@@ -140,6 +143,17 @@ def _connect(settings: Distributed, cluster: str | None) -> None:
         _end_now(2)
     if errors:
         raise errors[0]
+
+
+def _check_port(coordinator: str) -> None:
+    """Raise ValueError unless this process can listen there; jax might end in a crash."""
+    try:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise ValueError(
+            f"process 0 must be able to listen at {coordinator}; {os.strerror(error.errno)}. Give "
+            "all processes a free port of its host."
+        ) from error
 
 
 def _initialize(settings: Distributed, cluster: str | None, errors: list[Exception]) -> None:

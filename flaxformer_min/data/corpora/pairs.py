@@ -3,7 +3,7 @@
 import abc
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, overload
 
 from flaxformer_min.data.tokenizer import check_text
@@ -29,7 +29,7 @@ class Pairs(Sequence[Pair], abc.ABC):
     A pickle holds the location of the data, not the data.
     """
 
-    languages: tuple[str, str]
+    languages: tuple[str, str] = ("", "")
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -92,8 +92,6 @@ def list_names(names: Iterable[str]) -> str:
 class SequenceOfPairs(Pairs):
     """Any sequence of (source, target) with `len` and `[i]`, such as a list."""
 
-    languages = ("", "")
-
     def __init__(self, items: Sequence[Pair], name: str):
         """Take the sequence, and its name in errors."""
         self._items, self._name = items, name
@@ -127,7 +125,7 @@ class SequenceOfPairs(Pairs):
 
     def _checked(self, index: int, pair: Any) -> Pair:
         if (
-            isinstance(pair, (str, Mapping))
+            isinstance(pair, (str, Mapping, Set))
             or not hasattr(pair, "__len__")
             or len(pair) != 2
             or not all(isinstance(side, str) for side in pair)
