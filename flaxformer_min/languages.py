@@ -14,7 +14,7 @@ def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
     then those with codes in the form of BCP 47. A colon always separates the two. A code that
     differs from a known one only in case, or in _ instead of -, matches it.
 
-    Raises ValueError unless it names two different languages in exactly one way, without spaces.
+    Raises ValueError unless it names two different languages in exactly one way.
 
     >>> parse_languages("en-de"), parse_languages("zh-CN-en"), parse_languages("pt-br:en")
     (('en', 'de'), ('zh-CN', 'en'), ('pt-br', 'en'))
@@ -30,8 +30,8 @@ def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
             return source, target
     if not pairs:
         raise ValueError(
-            "languages must be two different languages joined by a hyphen, without spaces, the "
-            f"source first, as in en-de; got {text!r}."
+            "languages must be two different languages joined by a hyphen, the source first, as "
+            f"in en-de; got {text!r}."
         )
     raise ValueError(
         f"languages must name two languages unambiguously; {text!r} may be "
@@ -61,7 +61,7 @@ def join_languages(source: str, target: str) -> str:
 def _possible_pairs(text: str) -> list[tuple[str, str]]:
     separator = ":" if ":" in text else "-"
     parts = text.split(separator)
-    if separator == ":" and len(parts) != 2 or any(map(str.isspace, text)):
+    if separator == ":" and len(parts) != 2:
         return []
     pairs = [
         (separator.join(parts[:number]), separator.join(parts[number:]))

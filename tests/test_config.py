@@ -194,14 +194,14 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         DataConfig,
         dict(languages="en"),
-        "languages must be two different languages joined by a hyphen, without spaces, "
-        "the source first, as in en-de; got 'en'.",
+        "languages must be two different languages joined by a hyphen, the source first, as in "
+        "en-de; got 'en'.",
     ),
     (
         DataConfig,
         dict(languages="en-en"),
-        "languages must be two different languages joined by a hyphen, without spaces, "
-        "the source first, as in en-de; got 'en-en'.",
+        "languages must be two different languages joined by a hyphen, the source first, as in "
+        "en-de; got 'en-en'.",
     ),
     (
         DecodingConfig,
@@ -216,8 +216,8 @@ REFUSED = [  # and the table of test_bad_input.py
     (
         DataConfig,
         dict(languages="en-"),
-        "languages must be two different languages joined by a hyphen, without spaces, "
-        "the source first, as in en-de; got 'en-'.",
+        "languages must be two different languages joined by a hyphen, the source first, as in "
+        "en-de; got 'en-'.",
     ),
 ]
 

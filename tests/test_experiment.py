@@ -444,6 +444,18 @@ def test_pairs_of_a_corpus_bring_their_languages(languages, expected):
     assert open_text(own, {**PAIRS, "train": pairs})[0].data.languages == "de-fr"
 
 
+def test_a_run_of_pairs_that_recorded_no_languages_goes_on_without(tmp_path):
+    """As those of earlier versions did not; its BLEU stays comparable."""
+    run = RunFolder(tmp_path / "run")
+    assert prepare(run, CONFIG, PAIRS).config.data.languages == ""
+    pairs = as_pairs(PAIRS["train"], "pairs")
+    pairs.languages = ("en", "ko")
+    (run.checkpoints / "3").mkdir(parents=True)  # from now on its settings are fixed
+    assert prepare(run, CONFIG, {**PAIRS, "train": pairs}).config.data.languages == ""
+    anew = prepare(RunFolder(tmp_path / "new"), CONFIG, {**PAIRS, "train": pairs})
+    assert anew.config.data.languages == "en-ko"
+
+
 def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_path, caplog):
     """Or the best checkpoint would for ever be that of the easier text."""
     first = train(CONFIG, tmp_path / "run", pairs=PAIRS)

@@ -461,7 +461,7 @@ def test_two_codes_are_told_apart_though_they_have_hyphens(text, known, expected
 
 @pytest.mark.parametrize(
     "text",
-    ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", "", "en - de", "en-de\n"],
+    ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""],
 )
 def test_what_cannot_be_told_apart_is_an_error(text):
     with pytest.raises(ValueError, match="languages must"):

@@ -965,8 +965,8 @@ def test_an_import_searches_as_decoder_yml_says(of_marian, tmp_path):
     decoding = RunFolder(tmp_path / "again").config().decoding
     assert (decoding.beam_size, decoding.length_penalty) == (6, pytest.approx(0.6 * 20 / 15))
     for line, message in (
-        ("word-penalty: 0.3", "word-penalty must be 0; got 0.3"),
-        ("normalize: x", "normalize must be at least 0; got 'x'"),
+        ("word-penalty: 0.3", "word-penalty must be 0; got '0.3'"),
+        ("normalize: x", "normalize must be a number of at least 0; got 'x'"),
     ):
         path.write_text(f"{text}{line}\n")
         with pytest.raises(ValueError, match=message):

@@ -141,9 +141,9 @@ def test_more_weights_than_a_picture_shows_are_refused_with_what_shows_them(shap
     with pytest.raises(ValueError) as error:
         plots.attention_figure(np.zeros(shape), *tokens)
     assert re.fullmatch(
-        rf"a figure shows at most 200,000 weights; got {shape[0]} of {shape[1]} target by "
-        rf"{shape[2]} source tokens\. Draw one head \(--head N\), a page \(--output x\.html\), or "
-        r"a shorter sentence\.",
+        rf"a figure shows at most 200,000 weights; got {shape[0]} heads of {shape[1]} target "
+        rf"by {shape[2]} source tokens\. Draw one head \(--head N\), a page \(--output "
+        r"x\.html\), or a shorter sentence\.",
         str(error.value),
     )
 

@@ -1,5 +1,6 @@
 """Loss, schedule and step: one update, on any number of devices."""
 
+import inspect
 import json
 import math
 import struct
@@ -96,6 +97,9 @@ def test_a_logit_of_minus_infinity_has_no_share_in_the_cross_entropy():
     expected = math.log(1 + math.exp(-1))
     loss, gradient = jax.value_and_grad(smoothed_cross_entropy)(logits, jnp.int32(2), 0.0)
     assert float(loss) == pytest.approx(expected, rel=1e-6)
+    untyped = inspect.unwrap(smoothed_cross_entropy)  # these tests' own check takes floats only
+    traced = jax.jit(untyped)(jnp.array([1.0, 2.0]), jnp.int32(1), 0.0)
+    assert float(traced) == pytest.approx(expected, rel=1e-6)
     share = 1 / (1 + math.e)
     np.testing.assert_allclose(gradient, [share, 0, -share], rtol=1e-6)
     sums = score_token(logits[None], jnp.int32(2), 0.0, 0.0, lambda logits, label: -logits[label])

@@ -259,7 +259,7 @@ def _number(
     """Return a function that reads a number within limits."""
     name = "a whole number" if kind is int else "a number"
     if math.isfinite(more_than):
-        limits = f"more than {_plain(more_than)} and at most {_plain(at_most)}"
+        limits = f"greater than {_plain(more_than)} and at most {_plain(at_most)}"
     elif math.isfinite(at_most):
         limits = f"from {_plain(at_least)} to {_plain(at_most)}"
     else:

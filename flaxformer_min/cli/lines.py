@@ -20,7 +20,7 @@ CHUNK = 1_024
 BLOCK = 1 << 16
 """Most bytes that are read at once."""
 
-DECOMPRESS = "Decompress it: zcat FILE | flaxformer-min translate RUN, or zcat FILE > TEXT."
+DECOMPRESS = "Decompress it first: zcat FILE > TEXT."
 
 POLL_SECONDS = 0.5
 """How often waiting for input checks for signals.

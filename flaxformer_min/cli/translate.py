@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +55,8 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
 def _check_runs(args: argparse.Namespace) -> None:
     for run in args.runs:
         if os.path.isfile(run) and os.path.basename(run) != "config.json":
-            raise ValueError(f"a run is a folder; {run} is a file. To translate it: --input {run}")
+            option = shlex.join(["--input", run])
+            raise ValueError(f"a run is a folder; {run} is a file. To translate it: {option}")
 
 
 def _check_sampling(args: argparse.Namespace) -> None:

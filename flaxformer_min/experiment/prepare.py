@@ -50,7 +50,10 @@ def prepare(
     be read or encoded, and for a run folder that holds something else.
     """
     with main_process_first("corpus"):
+        named = config.data.languages
         config, splits = open_text(config, pairs)
+        if not named and _has_no_languages(run):
+            config = _with_languages(config, "")
     with main_process_first("tokenizer"):
         if is_main_process():
             tokenizers = run.begin(
@@ -66,6 +69,16 @@ def prepare(
     return Prepared(config, splits, tokenizers, encoded)
 
 
+def _has_no_languages(run: RunFolder) -> bool:
+    """Return whether a run of given pairs records no languages, which those once did not name."""
+    recorded = run.config().data if run.exists else None
+    return recorded is not None and recorded.corpus == GIVEN and not recorded.languages
+
+
+def _with_languages(config: Config, languages: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, languages=languages))
+
+
 def open_text(
     config: Config, pairs: Mapping[str, Sequence[tuple[str, str]]] | None
 ) -> tuple[Config, dict[str, Pairs]]:
@@ -74,11 +87,10 @@ def open_text(
         splits = _given_splits(pairs)
         named = splits["train"].languages
         languages = config.data.languages or (join_languages(*named) if all(named) else "")
-        data = dataclasses.replace(config.data, corpus=GIVEN, languages=languages)
-        return dataclasses.replace(config, data=data), splits
+        data = dataclasses.replace(config.data, corpus=GIVEN)
+        return _with_languages(dataclasses.replace(config, data=data), languages), splits
     languages = languages_of(config.data.corpus, config.data.languages, **corpus_options(config))
-    data = dataclasses.replace(config.data, languages=join_languages(*languages))
-    config = dataclasses.replace(config, data=data)
+    config = _with_languages(config, join_languages(*languages))
     return config, {name: open_split(config, name) for name in ("train", "validation")}
 
 
@@ -118,8 +130,7 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
         return
     if config.data.tokenizers == "imported":
         raise ValueError(
-            "data.tokenizers='imported' needs the run that has them: the model was imported, and "
-            "training from random parameters is not what they are for. Name it with "
+            "data.tokenizers='imported' needs the run that has these tokenizers. Name it with "
             "training.init_from, or choose data.tokenizers='trained'."
         )
     data, model = config.data, config.model

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from flaxformer_min.config import Config
@@ -151,7 +152,7 @@ def _check_arguments(config: Any, model: Any, profile: Any, **functions: Any) ->
             "model must be an instance of a Linen module, as Transformer(config.model); got "
             f"{found}."
         )
-    if not isinstance(profile, int) or profile < 0:
+    if not isinstance(profile, (int, np.integer)) or isinstance(profile, bool) or profile < 0:
         raise ValueError(f"profile must be a number of steps, at least 0; got {profile!r}.")
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -190,21 +191,19 @@ class Interrupt:
         thread, which may still be in a step.
         """
         pool = ThreadPoolExecutor(1, "train")
+        running = pool.submit(work)
         try:
-            running = pool.submit(work)
             try:
                 return _result_of(running)
             except KeyboardInterrupt:
                 self._came.set()
                 LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
-                try:
-                    return _result_of(running)
-                except KeyboardInterrupt:
-                    release = held.pop_all().close
-                    running.add_done_callback(lambda _: release())
-                    raise
+                return _result_of(running)
         finally:
             pool.shutdown(wait=False)
+            if not running.done():
+                release = held.pop_all().close
+                running.add_done_callback(lambda _: release())
 
 
 def _result_of(running: Future) -> Any:

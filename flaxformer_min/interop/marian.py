@@ -124,7 +124,7 @@ def _generation_config(model: RunModel) -> dict[str, Any]:
     return {
         "num_beams": decoding.beam_size,
         "length_penalty": nearest_length_penalty(decoding),
-        "max_length": LENGTHS[-1] + decoding.max_extra_tokens,
+        "max_length": 1 + LENGTHS[-1] + decoding.max_extra_tokens,  # the decoder's start counts
         "bad_words_ids": [[number] for number in (PAD, UNK, BOS, *decoding.suppressed)],
         "pad_token_id": PAD,
         "eos_token_id": EOS,

@@ -94,11 +94,11 @@ def search_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = read_settings_text(path.read_bytes(), path)
-    if _float(content, "word-penalty", path, 0.0):
-        raise ValueError(f"{path}: word-penalty must be 0; got {content['word-penalty']}.")
+    if re.fullmatch(r"-?0*\.?0*", penalty := str(content.get("word-penalty", "0"))) is None:
+        raise ValueError(f"{path}: word-penalty must be 0; got {penalty!r}.")
     found: dict[str, Any] = {}
     if "beam-size" in content:
-        found["beam_size"] = max(_number(content, "beam-size", path), 1)
+        found["beam_size"] = _number(content, "beam-size", path)
     if "normalize" in content:
         found["length_penalty"] = nearest_alpha(_float(content, "normalize", path, 1.0))
     return found
@@ -215,7 +215,7 @@ def _float(content: dict[str, Any], name: str, path: Path, default: float) -> fl
     except (TypeError, ValueError):
         value = math.nan
     if not 0 <= value < 1000:
-        raise ValueError(f"{path}: {name} must be at least 0; got {content[name]!r}.")
+        raise ValueError(f"{path}: {name} must be a number of at least 0; got {content[name]!r}.")
     return value
 
 

@@ -149,9 +149,9 @@ def _check_number(weights: np.ndarray) -> None:
     if weights.size > MOST_WEIGHTS:
         heads, targets, sources = weights.shape
         raise ValueError(
-            f"a figure shows at most {MOST_WEIGHTS:,} weights; got {heads} of {targets:,} target "
-            f"by {sources:,} source tokens. Draw one head (--head N), a page (--output x.html), or "
-            "a shorter sentence."
+            f"a figure shows at most {MOST_WEIGHTS:,} weights; got {heads} heads of {targets:,} "
+            f"target by {sources:,} source tokens. Draw one head (--head N), a page (--output "
+            "x.html), or a shorter sentence."
         )
 
 

@@ -221,8 +221,8 @@ class RunFolder:
         if description is not None and "batches" not in description:
             raise ValueError(
                 f"the training of {self.path} cannot be continued: its checkpoints are those of an "
-                "imported model or of an earlier version, which this one only translates with. "
-                "Begin a new run with their parameters: another --workdir and "
+                "imported model or of an earlier version, and this one can only translate with "
+                "them. Begin a new run with their parameters: another --workdir and "
                 f"--training.init-from {self.path}."
             )
 

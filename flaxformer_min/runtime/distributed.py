@@ -148,7 +148,10 @@ def _connect(settings: Distributed, cluster: str | None) -> None:
 def _check_port(coordinator: str) -> None:
     """Raise ValueError unless this process can listen there; jax might end in a crash."""
     try:
-        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+        both = socket.has_dualstack_ipv6()  # as jax listens
+        family = socket.AF_INET6 if both else socket.AF_INET
+        address = ("", int(coordinator.rpartition(":")[2]))
+        socket.create_server(address, family=family, dualstack_ipv6=both).close()
     except OSError as error:
         raise ValueError(
             f"process 0 must be able to listen at {coordinator}; {os.strerror(error.errno)}. Give "

@@ -40,7 +40,7 @@ def smoothed_cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     total = logsumexp(logits)
-    if not smoothing:  # the mean may be -inf
+    if isinstance(smoothing, (int, float)) and not smoothing:  # the mean may be -inf
         return total - logit_of(logits, label)
     return total - (1.0 - smoothing) * logit_of(logits, label) - smoothing * logits.mean()
 

@@ -21,7 +21,6 @@ MOST_EXPANSION = 100
 SMALL = 1 << 24
 """Bytes that may always be decompressed."""
 
-
 DECOMPRESS = "Decompress it, or add .gz to its name."
 
 
