@@ -80,7 +80,7 @@ def prepare(place: Place) -> None:
         for language in ("en", "ko"):
             (text / f"{split}.{language}").write_text("\n".join(LINES))
     settings = DataConfig(f"text:{text}", languages="en-ko")
-    make_tiny_run(place.run, data=settings)
+    make_tiny_run(place.run, continues=True, data=settings)
     metrics = [json.dumps({"step": n, "loss": 3 / n, "validation_loss": 2.5}) for n in (1, 2, 3)]
     (place.run / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
     (place.outside / "planted.py").write_text("open('IMPORTED', 'w')\nclass Feature: ...\n")

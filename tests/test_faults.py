@@ -632,12 +632,9 @@ def test_text_that_repeats_itself_is_no_bomb(tmp_path):
 
 
 def test_a_finished_run_is_not_shortened(tmp_path):
-    run = make_tiny_run(tmp_path / "run", steps=(7,))
-    config = RunFolder(run).config()
-    checkpoints = RunFolder(run).open_checkpoints(config)
-    checkpoints.describe(7, {"batches": {}}, None)  # as training does
-    checkpoints.close()
+    run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
     before = contents(run)
+    config = RunFolder(run).config()
     shorter = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=6))
     with pytest.raises(ValueError, match="at step 7, got 6"):
         RunFolder(run).begin(shorter, lambda paths: pytest.fail("it has its tokenizers"))

@@ -36,17 +36,19 @@ def make_tiny_run(
     steps: tuple[int, ...] = (1,),
     lines: list[str] = LINES,
     separate: bool = False,
+    continues: bool = False,
     data: DataConfig | None = None,
     decoding: DecodingConfig | None = None,
     **settings,
 ) -> Path:
     """Make the run and return its folder.
 
-    seed:     of the parameters; each of `steps` gets different ones.
-    steps:    of the checkpoints; empty for a run without any.
-    lines:    the training text of the tokenizers; equal lines give equal vocabularies.
-    separate: two vocabularies, the target's from the reversed lines.
-    settings: of the model, in place of those of a very small one.
+    seed:      of the parameters; each of `steps` gets different ones.
+    steps:     of the checkpoints; empty for a run without any.
+    lines:     the training text of the tokenizers; equal lines give equal vocabularies.
+    separate:  two vocabularies, the target's from the reversed lines.
+    continues: its checkpoints record where in the text training continues.
+    settings:  of the model, in place of those of a very small one.
     """
     separate |= settings.get("embeddings", "shared") != "shared"
     small = {
@@ -77,7 +79,8 @@ def make_tiny_run(
     checkpoints = run.open_checkpoints(config) if steps else None
     for step in steps:
         params = random_params(fit_vocabulary(model, tokenizers), seed + step)
-        checkpoints.save(step, {"params": params}, {})
+        position = {"batches": {"epoch": 0, "batch": step}} if continues else {}
+        checkpoints.save(step, {"params": params}, position)
     if checkpoints is not None:
         checkpoints.close()
     return run.path
