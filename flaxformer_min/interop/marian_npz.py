@@ -100,7 +100,7 @@ def search_settings(folder: Path) -> dict[str, Any]:
     if "beam-size" in content:
         found["beam_size"] = _number(content, "beam-size", path)
     if "normalize" in content:
-        found["length_penalty"] = nearest_alpha(_float(content, "normalize", path, 1.0))
+        found["length_penalty"] = nearest_alpha(_float(content, "normalize", path))
     return found
 
 
@@ -209,9 +209,9 @@ def _number(content: dict[str, Any], name: str, path: Path) -> int:
     return int(value)
 
 
-def _float(content: dict[str, Any], name: str, path: Path, default: float) -> float:
+def _float(content: dict[str, Any], name: str, path: Path) -> float:
     try:
-        value = float(content.get(name, default))
+        value = float(content[name])
     except (TypeError, ValueError):
         value = math.nan
     if not 0 <= value < 1000:

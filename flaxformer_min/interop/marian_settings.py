@@ -41,11 +41,13 @@ OPTIONAL = {
 }
 """Settings that may be missing, or have this value."""
 
+SPECIAL_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+
 SIZES = {
     f"{side}_{name}"
     for side in ("encoder", "decoder")
     for name in ("layers", "ffn_dim", "attention_heads")
-} | {"d_model", "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
+} | {"d_model", "vocab_size", *SPECIAL_IDS}
 """Settings that must be whole numbers."""
 
 READ = {
@@ -220,7 +222,7 @@ def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[in
 
 
 def _check_same_specials(config: dict[str, Any], search: dict[str, Any], folder: Path) -> None:
-    for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in SPECIAL_IDS:
         if search[name] != config[name]:
             raise ValueError(
                 f"{folder}: {name} must be the same in config.json and generation_config.json; got "
@@ -229,7 +231,7 @@ def _check_same_specials(config: dict[str, Any], search: dict[str, Any], folder:
 
 
 def _check_id_range(config: dict[str, Any], size: int, path: Path) -> None:
-    for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in SPECIAL_IDS:
         if config[name] >= size:
             raise ValueError(f"{path}: {name} must be below {size:,}; got {config[name]:,}.")
     if config["eos_token_id"] in (config["pad_token_id"], config["decoder_start_token_id"]):
