@@ -1,5 +1,6 @@
 """Checkpoints are restored bit for bit, or not at all."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -16,7 +17,8 @@ import pytest
 
 from flaxformer_min.runs import checkpoint
 from flaxformer_min.runs import restore as restoring
-from flaxformer_min.runs.checkpoint import Checkpoints, Metric
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.description import Metric
 from flaxformer_min.runs.restore import restore_params
 
 # Orbax leaves coroutines behind where reading fails; they end with this file.
@@ -330,6 +332,39 @@ def test_too_little_memory_of_a_device_is_no_damage(copy, monkeypatch, warnings)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             read(copy)
     assert not warnings() and (copy / "20").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        ValueError(
+            'RESOURCE_EXHAUSTED: Error opening "zarr" driver: Failed to open: "/a/.zarray": '
+            "Too many open files [os_error_code='24'] [tensorstore_spec='{}']"
+        ),
+    ],
+)
+def test_what_this_process_may_not_read_is_no_damage(copy, monkeypatch, warnings, error):
+    """In the words of Python, or of TensorStore."""
+    raise_in_place_of_reading(monkeypatch, error)
+    reason = "Too many open files|Permission denied"
+    with pytest.raises(OSError, match=f"checkpoint 20 in .* cannot be read: ({reason})[.] It may"):
+        restore(copy)
+    assert not warnings() and not (copy.parent / "damaged").exists()
+    monkeypatch.undo()
+    assert restore(copy)[0] == 20
+
+
+def test_a_checkpoint_of_other_parameters_is_no_damage(copy, warnings):
+    like = a_state(0)
+    like["params"]["layer"]["bias"] = jnp.zeros(37)
+    checkpoints = Checkpoints(copy, 5)
+    with pytest.raises(ValueError, match="layer/bias is missing in .*, float32.37. in the model"):
+        checkpoints.restore(like)
+    checkpoints.close()
+    assert not warnings() and not (copy.parent / "damaged").exists()
+    assert restore(copy)[0] == 20
 
 
 def test_a_file_that_asks_for_more_memory_than_there_is_is_damaged(copy, monkeypatch):

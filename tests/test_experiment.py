@@ -34,7 +34,8 @@ from flaxformer_min.data.corpora.pairs import as_pairs
 from flaxformer_min.experiment.prepare import open_text, prepare
 from flaxformer_min.experiment.run import usable_example
 from flaxformer_min.experiment.validation import Validator
-from flaxformer_min.runs.checkpoint import Metric
+from flaxformer_min.runs.description import Metric
+from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
@@ -62,9 +63,10 @@ class Bigram(nn.Module):
     """Predicts a token from the one before it alone: the least model that training takes."""
 
     vocab_size: int
+    width: int = 8
 
     def setup(self):
-        self.table = nn.Embed(self.vocab_size, 8)
+        self.table = nn.Embed(self.vocab_size, self.width)
 
     def hidden_states(self, batch):
         previous = jnp.roll(batch.target.ids, 1, axis=1) * (batch.target.positions > 0)
@@ -244,6 +246,18 @@ def test_a_model_of_another_vocabulary_is_refused_with_the_size_it_needs(tmp_pat
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Bigram(7))
 
 
+def test_a_model_of_another_width_is_refused_and_no_checkpoint_is_moved(tmp_path, uncut):
+    """It would be taken for damaged: the width of a model of one's own is no setting of the run."""
+    size, folder = uncut.run.model_config().vocab_size, tmp_path / "run"
+    former = train(CONFIG, folder, pairs=PAIRS, model=Bigram(size))
+    shapes = rf"is float32\[{size}, 8\] in the checkpoint, float32\[{size}, 9\] in the model"
+    with pytest.raises(ValueError, match=f"model with other parameters: table/embedding {shapes}"):
+        train(CONFIG, folder, pairs=PAIRS, model=Bigram(size, 9))
+    assert not (folder / "damaged").exists()
+    again = train(CONFIG, folder, pairs=PAIRS, model=Bigram(size))
+    assert again.validation == former.validation
+
+
 def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="hidden_states and logits; Dense has no hidden_states"):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
@@ -303,6 +317,33 @@ class Table(list):
         raise KeyError(name)
 
 
+class Unreadable(list):
+    """Is on a disk that is gone."""
+
+    def __getitem__(self, number):
+        raise OSError("the disk is gone")
+
+
+class UnreadableFingerprint(list):
+    """Has its fingerprint there."""
+
+    def fingerprint(self):
+        raise OSError("the disk is gone")
+
+
+class Versioned(list):
+    """Has a fingerprint that is no method."""
+
+    fingerprint = "version 1"
+
+
+class Numbered(list):
+    """Has a fingerprint that is no text."""
+
+    def fingerprint(self):
+        return 1
+
+
 @pytest.mark.parametrize(
     "pairs, error",
     [
@@ -324,6 +365,22 @@ class Table(list):
         (PAIRS["train"] * 1000, "got list.$"),
         ({**PAIRS, "train": Table([0])}, r"\[0\] raised KeyError.* Make a list of it"),
         ({**PAIRS, "test": [("a", "b"), ("a",)]}, r"pairs\['test'\]\[1\] must be a pair"),
+        *(
+            (
+                {**PAIRS, name: Unreadable([0])},
+                rf"{name}'\] must be readable; .*\[0\].* disk is gone",
+            )
+            for name in ("train", "validation", "test")
+        ),
+        *(
+            ({**PAIRS, name: UnreadableFingerprint([0])}, rf"{name}'\] must be readable; it raised")
+            for name in ("train", "validation")
+        ),
+        (
+            {**PAIRS, "train": Versioned([0])},
+            r"of pairs\['train'\] must be a method .* 'version 1'",
+        ),
+        ({**PAIRS, "validation": Numbered([0])}, r"method that returns a text; got 1\."),
     ],
 )
 def test_pairs_that_are_none_are_refused_by_name_before_training(tmp_path, pairs, error):
@@ -464,12 +521,46 @@ def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_p
     checkpoints.describe(6, {}, Metric("validation_loss", 0.001))  # easy text
     checkpoints.close()
     other = {**PAIRS, "validation": reversed_words(5, 9)}
-    warning = "the validation text has changed; scores of the former do not count."
+    warning = "the validation text has changed; former scores do not count."
     for warned in (True, False):
         caplog.clear()
         result = train(longer, tmp_path / "run", pairs=other)
         assert (warning in caplog.messages) == warned
     assert result.translator.restored[0].step == 8
+
+
+def test_at_the_end_of_a_run_other_validation_text_compares_the_mean_with_the_newest(
+    tmp_path, monkeypatch, caplog
+):
+    """Not with what was measured on the former text, here so easy that no mean can be better."""
+    options = {"average_checkpoints": 2, "validate_every": 50}
+    config = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, **options))
+    run = train(config, tmp_path / "run", pairs=PAIRS).run
+    newest, former = (run.params(step).params for step in (6, 3))
+    mean = jax.tree.map(lambda *both: np.mean(both, 0), newest, former)
+    other = {**PAIRS, "validation": reversed_words(5, 9)}
+    for best, kept in ((newest, False), (mean, True)):
+        run.drop_average()
+        checkpoints = run.open_checkpoints(config)
+        checkpoints.describe(6, {}, Metric("validation_loss", 0.001))
+        checkpoints.close()
+        make_eval_step = distance_from(best)
+        monkeypatch.setattr("flaxformer_min.experiment.validation.make_eval_step", make_eval_step)
+        caplog.clear()
+        result = train(config, run.path, pairs=other)
+        assert "the validation text has changed; former scores do not count." in caplog.messages
+        assert run.averaged.exists() == kept
+        assert result.translator.restored[0].is_mean == kept
+
+
+def distance_from(best):
+    """A `make_eval_step` whose loss is 1 for the `best` parameters, and more for all others."""
+
+    def evaluate(params, batch):
+        differences = jax.tree.map(lambda *both: np.abs(np.subtract(*both)).sum(), params, best)
+        return Sums(1.0, 1.0 + sum(jax.tree.leaves(differences)), 1.0, 1.0)
+
+    return lambda model: evaluate
 
 
 def test_the_translated_sentences_of_a_validation_are_spread_over_all(uncut):

@@ -517,6 +517,29 @@ def test_changed_text_of_equal_path_size_and_time_is_other_text(tmp_path, names)
     assert fingerprint() == before
 
 
+EMPTIED = """
+import sys
+from flaxformer_min import Config, train
+config = Config.from_json(open(sys.argv[1]).read())
+result = train(config, sys.argv[2], stop=lambda: bool(open(sys.argv[3], "w").close()))
+print(result.step, result.example)
+"""
+
+
+@pytest.mark.slow
+def test_validation_text_that_is_emptied_while_training_does_not_end_it(tmp_path):
+    """In place: what is read of a file that is no longer there ends the process with SIGBUS."""
+    config = small_config(tmp_path, steps=3)
+    (tmp_path / "config.json").write_text(config.to_json())
+    text = tmp_path / "corpus" / "val.en"
+    first = text.read_text().split("\n")[0]
+    files = [str(path) for path in (tmp_path / "config.json", tmp_path / "run", text)]
+    command = [sys.executable, "-c", EMPTIED, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"3 {first}\n"), done.stderr
+    assert text.read_text() == ""
+
+
 # Worker processes.
 
 
@@ -714,6 +737,36 @@ def test_what_is_no_list_of_texts_is_refused_by_name(unchecked, lines):
 def test_what_is_no_pair_of_texts_is_refused(unchecked, pairs):
     with pytest.raises(ValueError, match="pairs must be"):
         unchecked.score(pairs)
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"models": Transformer(ModelConfig())}, "must be lists, .* got Transformer and "),
+        ({"params": {"a": 1}}, "must be lists, .* and dict. For one, give .model. and .params."),
+        ({"params": []}, "got 1 models and 0 parameters"),
+        ({"models": [], "params": []}, "at least one model, .* got 0 models and 0 parameters"),
+        ({"tokenizers": object()}, "tokenizers must be two, .* got object. For one of both, give"),
+        ({"tokenizers": (object(),)}, "tokenizers must be two"),
+    ],
+)
+def test_a_translator_takes_lists_of_models_and_parameters_and_two_tokenizers(
+    unchecked, changes, error
+):
+    tokenizers = unchecked.source_tokenizer, unchecked.target_tokenizer
+    parts = {"models": unchecked.models, "params": unchecked.runner.params}
+    with pytest.raises(ValueError, match=error):
+        type(unchecked)(**{**parts, "tokenizers": tokenizers, **changes})
+
+
+def test_parameters_that_are_refused_leave_a_translator_as_it_was(translator, unchecked):
+    other = copy.deepcopy(translator)
+    with pytest.raises(ValueError, match="got 1 models and 0 parameters"):
+        other.use_params([])
+    assert pickle.loads(pickle.dumps(other)).restored[0].step == translator.restored[0].step
+    with pytest.raises(ValueError, match="must be lists, .* got list and dict"):
+        unchecked.use_params(unchecked.restored[0].params)
+    assert unchecked.__reduce__()[1] == translator.__reduce__()[1]
 
 
 def test_a_prefix_of_an_empty_line_is_told(translator, caplog):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import slow_search
@@ -551,6 +552,37 @@ def test_settings_without_sense_are_refused(wrong, message):
         jax.eval_shape(
             partial(search, *model, key=key, **settings), states, no_prefix(1), jnp.array([3])
         )
+
+
+@pytest.fixture
+def types_are_not_checked():
+    """As a user has it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("types_are_not_checked")
+@pytest.mark.parametrize(
+    "key, got",
+    [
+        (jax.random.key(0), r"\(2,\)"),
+        (keys(0, BATCH + 1), rf"\({BATCH + 1}, 2\)"),
+        (jax.random.split(jax.random.key(0, impl="rbg"), BATCH), rf"\({BATCH}, 4\)"),
+    ],
+)
+def test_sampling_needs_a_key_of_threefry_for_each_sentence(key, got):
+    table, options = random_table(), {"sampling": Sampling(), "key": key}
+    with pytest.raises(ValueError, match=rf"a key for .*threefry.*; got .* {got} for {BATCH} sent"):
+        find(table, list(range(BATCH)), [3] * BATCH, **options)
+
+
+def test_what_is_suppressed_is_in_the_vocabulary_of_the_model():
+    table = random_table(12)
+    find(table, [0], [3], suppressed=(11,))
+    for suppressed in ((12,), (5, 50)):
+        with pytest.raises(ValueError, match="must be ids of the vocabulary, which has 12; got"):
+            find(table, [0], [3], suppressed=suppressed)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import tempfile
 
 import pytest
 import sentencepiece
@@ -229,6 +230,13 @@ def test_a_small_corpus_gets_the_largest_vocabulary_it_carries_and_says_so(tmp_p
 def test_training_prints_nothing(tmp_path, capfd):
     train_tokenizer(LINES, 400, tmp_path / "model")
     assert capfd.readouterr() == ("", "")
+
+
+def test_training_needs_no_folder_for_temporary_files(tokenizer, tmp_path, monkeypatch):
+    """There may be none that can be written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert train_tokenizer(LINES, 400, tmp_path / "model") == tokenizer
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_a_vocabulary_without_room_for_the_characters_is_an_error(tmp_path):

@@ -27,7 +27,8 @@ from flaxformer_min.experiment import validation
 from flaxformer_min.experiment.averaging import validate_average
 from flaxformer_min.experiment.run import train
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.checkpoint import Checkpoints, Metric, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.description import Metric, read_description, steps_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 from flaxformer_min.tokens import Batch, one_sentence_per_row
@@ -277,6 +278,21 @@ def test_the_mean_is_kept_only_if_validation_finds_it_better(tmp_path, losses, b
     assert run.averaged.exists() == better
 
 
+@pytest.mark.parametrize("losses, better", [([2.0, 3.0], True), ([3.0, 2.0], False)])
+def test_where_no_score_counts_the_mean_is_compared_with_the_newest(tmp_path, losses, better):
+    run = RunFolder(tmp_path)
+    save_numbers(run.checkpoints, {1: 1.0, 2: 2.0})
+    validated = []
+
+    def validate(params, step):
+        validated.append(float(params["b"][0]))
+        return {"validation_loss": losses[len(validated) - 1]}
+
+    config = TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
+    validate_average(run, config, validate, 2)
+    assert (validated, run.averaged.exists()) == ([-1.5, -2.0], better)
+
+
 METRICS = dict.fromkeys(["loss", "accuracy", "tokens", "real", "positions"], jnp.float32(1))
 METRICS |= dict.fromkeys(["gradient_norm", "learning_rate", "skipped"], jnp.float32(0))
 PAIRS = [(f"number {i} and {i * 7}", f"Nummer {i} und {i * 7}") for i in range(60)]
@@ -307,7 +323,7 @@ def nothing_is_learned(monkeypatch):
 
 
 def settings(folder, **training):
-    options = dict(validation_sentences=0, save_every=2, **training)
+    options = {"validation_sentences": 0, "save_every": 2, **training}
     return Config(
         data=DataConfig(cache_dir=str(folder), rows_per_batch=4),
         model=dataclasses.replace(CONFIG, vocab_size=300),
@@ -442,6 +458,55 @@ def test_a_run_that_ran_out_of_patience_says_so_when_it_is_started_again(tmp_pat
     checkpoints.close()
     (text,) = logged(caplog)
     assert "2 validations in a row" in text and "larger --training.patience" in text
+
+
+def worse_from_step_to_step(validator, params, step):
+    return {"validation_loss": 2.0 + step, "validation_bleu": 30.0 - step}
+
+
+@pytest.mark.parametrize(
+    "best_by, changes, earlier, counts",
+    [
+        ("bleu", {}, False, True),
+        ("bleu", {"validation_sentences": 3}, False, False),
+        ("bleu", {"beam_size": 2}, False, False),
+        ("bleu", {"batch_size": 8}, False, True),
+        ("bleu", {"beam_size": 2}, True, True),
+        ("loss", {"validation_sentences": 3, "beam_size": 2}, False, True),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_learned")
+def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
+    tmp_path, monkeypatch, caplog, best_by, changes, earlier, counts
+):
+    """Each validation is worse than the one before it: the first that counts is the best, and the
+    second after it is the end. Checkpoints of earlier versions record only the text."""
+    monkeypatch.setattr(validation.Validator, "__call__", worse_from_step_to_step)
+    text = {"train": PAIRS, "validation": PAIRS[:9]}
+    shared = {"best_by": best_by, "validate_every": 2, "patience": 2, "save_every": 50}
+    config = settings(tmp_path, **{"validation_sentences": 5, **shared, "steps": 4})
+    run = train(config, tmp_path / "run", pairs=text).run
+    if earlier:
+        record_the_text_alone(run, config)
+    of_search = {name: changes[name] for name in ("beam_size", "batch_size") if name in changes}
+    of_training = {name: changes[name] for name in changes if name not in of_search}
+    training = dataclasses.replace(config.training, steps=10, **of_training)
+    decoding = dataclasses.replace(config.decoding, **of_search)
+    longer = dataclasses.replace(config, training=training, decoding=decoding)
+    caplog.clear()
+    result = train(longer, run.path, pairs=text)
+    warning = "the settings of BLEU in validation have changed; former scores do not count."
+    assert logged(caplog) == [warning] * (not counts)
+    assert (result.step, run.params().step) == ((6, 2) if counts else (10, 6))
+
+
+def record_the_text_alone(run, config):
+    """In the newest checkpoint, as earlier versions did."""
+    progress = read_description(run.checkpoints, 4)["progress"]
+    progress["validation_text"] = progress["validation_text"].split()[0]
+    checkpoints = run.open_checkpoints(config)
+    checkpoints.describe(4, {"progress": progress}, Metric("validation_bleu", 26.0))
+    checkpoints.close()
 
 
 def test_the_best_by_validation_is_saved_even_if_no_save_is_due(tmp_path):

@@ -306,6 +306,22 @@ def test_samples_repeat_by_seed_and_line(translator, short):
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 
+def test_samples_are_those_of_their_line_whatever_generator_is_jaxs_default(run, translator, short):
+    """Some draw differently for a sentence alone and in a batch."""
+    lines = [mixed_lines(COUNT)[i] for i in short[:4]]
+
+    def samples(translator, first_line=1, lines=lines):
+        options = translator.options(beam_size=1, sampling=Sampling(temperature=1.0), seed=1)
+        found = translator.hypotheses(lines, options, first_line=first_line)
+        return [each[0].text for each in found]
+
+    expected = samples(translator)
+    with jax.default_prng_impl("rbg"):
+        other = Translator.load(run)
+        assert samples(other) == expected
+        assert samples(other, first_line=3, lines=lines[2:3]) == expected[2:3]
+
+
 def test_an_over_long_line_is_truncated_with_a_warning_that_names_it(
     translator, caplog, monkeypatch
 ):

@@ -7,10 +7,10 @@ the vocabulary are spelled in bytes, and nothing is normalized. No text becomes 
 
 import contextlib
 import hashlib
+import io
 import itertools
 import logging
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -220,21 +220,16 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
             raised.append(error)
             raise
 
-    with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch, "model")
-        with model.open("wb") as file:
-            try:
-                sentencepiece.SentencePieceTrainer.train(
-                    sentence_iterator=parts(),
-                    model_writer=file,
-                    vocab_size=vocab_size,
-                    **TRAINING,
-                )
-            except RuntimeError as error:
-                if raised:
-                    raise raised[0] from None
-                raise ValueError(_training_error(str(error), vocab_size)) from error
-        return Tokenizer(model.read_bytes(), path)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size, **TRAINING
+        )
+    except RuntimeError as error:
+        if raised:
+            raise raised[0] from None
+        raise ValueError(_training_error(str(error), vocab_size)) from error
+    return Tokenizer(model.getvalue(), path)
 
 
 def _training_error(error: str, vocab_size: int) -> str:

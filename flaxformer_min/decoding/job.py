@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.choices import is_number
+from flaxformer_min.decoding.choices import GENERATOR, is_number
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
@@ -124,7 +124,8 @@ class Job:
         seed = prefix = None
         if self.options.sampling is not None:
             # An argument of the program: as a constant, each seed would need its own compilation.
-            key = np.asarray(jax.random.key_data(jax.random.key(self.options.seed)))
+            key = jax.random.key(self.options.seed, impl=GENERATOR)
+            key = np.asarray(jax.random.key_data(key))
             seed = np.broadcast_to(key, (rows, *key.shape))
         if shape.prefix:
             prefix = padded([self.prefixes[line] for line in lines], rows, shape.prefix)

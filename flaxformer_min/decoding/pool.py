@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from flaxformer_min.decoding.choices import GENERATOR
 from flaxformer_min.decoding.ensemble import log_mean_probability, search_of
 from flaxformer_min.decoding.search import Prefix, Rules, State
 from flaxformer_min.model.transformer import Transformer, first_tokens
@@ -126,7 +127,8 @@ def begin(
         log_probs.append(of_prefix)
     key = None
     if rules.sampling is not None:
-        key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(newcomers.seed), newcomers.line)
+        seed = jax.random.wrap_key_data(newcomers.seed, impl=GENERATOR)
+        key = jax.vmap(jax.random.fold_in)(seed, newcomers.line)
     given = Prefix(
         first_tokens(prefix),
         (prefix != PAD).sum(1, dtype=jnp.int32),

@@ -18,9 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from flaxformer_min.config import LENGTH_PENALTY_LIMIT
+from flaxformer_min.decoding.checks import (
+    check_begin,
+    check_search,
+    check_suppressed,
+    check_vocabulary,
+)
 from flaxformer_min.decoding.choices import (
-    FIRST_REGULAR_ID,
+    GENERATOR,
     Choice,
     Sampling,
     check_sampling,
@@ -177,7 +182,7 @@ def advance(
     may_end = must_end | (length > min_length)
     key = None
     if row.key is not None:
-        key = jax.random.fold_in(jax.random.wrap_key_data(row.key), index)
+        key = jax.random.fold_in(jax.random.wrap_key_data(row.key, impl=GENERATOR), index)
     if scored:
         # Log-probabilities of the whole vocabulary would be written only to be read once.
         base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
@@ -231,8 +236,8 @@ class Search:
 
     def __init__(self, decode_step: DecodeStep, reorder: Reorder, rules: Rules):
         """Raise ValueError for contradictory rules."""
-        _check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
-        _check_suppressed(rules.suppressed)
+        check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
+        check_suppressed(rules.suppressed)
         check_sampling(rules.sampling)
         self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
         self.advance = jax.vmap(
@@ -257,7 +262,7 @@ class Search:
     ) -> State:
         """Return the state with the initial hypotheses. Arguments as for `search`."""
         rules = self.rules
-        _check_begin(steps, rules.sampling, key)
+        check_begin(steps, rules.sampling, key, prefix.last.shape[0])
         limit = jnp.clip(max_length - prefix.length, 1, steps)
         rows = Row(prefix.length, limit, None if key is None else jax.random.key_data(key))
         return State(rows, _begin(prefix, steps, rules), cache)
@@ -265,7 +270,7 @@ class Search:
     def step(self, state: State) -> State:
         """Choose one more token for each hypothesis."""
         logits, cache = self.decode_step(state.progress.alive.token, state.cache)
-        _check_vocabulary(logits.shape[-1])
+        check_vocabulary(logits.shape[-1], self.rules.suppressed)
         progress, parents = self.advance(state.progress, logits, state.rows)
         if parents is not None:
             cache = self.reorder(cache, parents)
@@ -354,46 +359,3 @@ def _begin(prefix: Prefix, steps: int, rules: Rules) -> Progress:
         Alive(token, log_prob, jnp.full((batch, beam, steps), PAD, jnp.int32)),
         Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing),
     )
-
-
-def _check_search(beam_size: int, n_best: int, length_penalty: float, min_length: int) -> None:
-    if beam_size < 1:
-        raise ValueError(f"beam_size must be at least 1, which is greedy; got {beam_size}.")
-    if not 1 <= n_best <= beam_size:
-        raise ValueError(
-            "n_best must be from 1 to beam_size, the number of hypotheses; "
-            f"got n_best={n_best}, beam_size={beam_size}. Request fewer, or widen the beam."
-        )
-    if not 0 <= length_penalty <= LENGTH_PENALTY_LIMIT:
-        raise ValueError(
-            "length_penalty must be at least 0, so that the search can stop early, and at "
-            f"most {LENGTH_PENALTY_LIMIT}; got {length_penalty}. 0 prefers short translations most."
-        )
-    if min_length < 0:
-        raise ValueError(f"min_length must be at least 0, which is no minimum; got {min_length}.")
-
-
-def _check_suppressed(suppressed: tuple[int, ...]) -> None:
-    if min(suppressed, default=FIRST_REGULAR_ID) < FIRST_REGULAR_ID:
-        raise ValueError(f"suppressed must be ids from {FIRST_REGULAR_ID} on; got {suppressed}.")
-
-
-def _check_begin(steps: int, sampling: Sampling | None, key: Key[Array, " batch"] | None) -> None:
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, for EOS; got {steps}. Allow more new tokens.")
-    if sampling is None and key is not None:
-        raise ValueError(
-            "key is only used with sampling; got sampling=None. Pass sampling=Sampling()."
-        )
-    if sampling is not None and key is None:
-        raise ValueError(
-            "sampling needs a key for each sentence: key=jax.random.split(key, batch)."
-        )
-
-
-def _check_vocabulary(vocab: int) -> None:
-    if vocab <= FIRST_REGULAR_ID:
-        raise ValueError(
-            "decode_step must return logits of more than the special tokens, which are "
-            f"{FIRST_REGULAR_ID}; got {vocab}."
-        )

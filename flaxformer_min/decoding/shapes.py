@@ -17,8 +17,8 @@ from flaxformer_min.runtime.devices import l2_cache_size
 from flaxformer_min.tokens import PAD
 
 LENGTHS = (24, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens that sentences are padded to. No source may be longer than the last, or than the positions
-that a model has learned vectors for."""
+"""Tokens that sentences are padded to. No source may be longer than the last, or with learned
+positions than there are of these."""
 
 WIDEST = 4
 """A source is padded to at most this many times the first of `LENGTHS` that holds it."""

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from flaxformer_min.config import DecodingConfig
 from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.decoding.checks import check_parts
 from flaxformer_min.decoding.models import (
     check_sows,
     model_of_run,
@@ -72,6 +73,7 @@ class Translator:
 
         `max_positions` limits sentences to the positions that the models have learned; 0: no limit.
         """
+        check_parts(models, params, tokenizers)
         self.models = [with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers
         self.decoding = decoding or DecodingConfig()
@@ -144,6 +146,7 @@ class Translator:
 
         The translator can be neither pickled nor copied after that.
         """
+        check_parts(self.models, params)
         self._loaded_from = None
         if self._trained is not None:
             pairs = zip(self._trained, params, strict=True)
@@ -196,9 +199,9 @@ class Translator:
         """Return the `n_best` translations of each line, best first.
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
-        is no constraint. A source of more than 1,024 tokens, or than the model has positions for,
-        is truncated and logged as a warning, with its number counted from `first_line`. Raises
-        Stopped between two batches once `stop()`.
+        is no constraint. A source of more than 1,024 tokens, or with learned positions than there
+        are of these, is truncated and logged as a warning, with its number counted from
+        `first_line`. Raises Stopped between two batches once `stop()`.
         """
         _check_list("lines", lines)
         if prefixes is not None:

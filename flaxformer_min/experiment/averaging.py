@@ -2,9 +2,11 @@
 
 import logging
 
+import jax
+
 from flaxformer_min.config import TrainingConfig
 from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runs.restore import average_checkpoints, best_cost
+from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 from flaxformer_min.runtime.distributed import is_main_process, main_process_first
 from flaxformer_min.training.loop import Validate, selection_metric
 
@@ -22,6 +24,13 @@ def validate_average(run: RunFolder, config: TrainingConfig, validate: Validate,
     if scores is None:
         return
     metric, best = selection_metric(scores, config.best_by), best_cost(run.checkpoints)
+    if best is None:  # no score counts, as of former validation text: this run has the newest
+        LOGGER.info("The newest checkpoint:")
+        scores = validate(jax.device_get(restore_params(run.checkpoints)[1]), step)
+        if scores is None:
+            return
+        newest = selection_metric(scores, config.best_by)
+        best = None if newest is None else newest.cost
     drop_average(run, "of this end")
     if metric is not None and (best is None or metric.cost < best):
         run.keep_average(mean, steps[0])

@@ -29,8 +29,13 @@ from flaxformer_min.experiment.report import (
     report_start,
 )
 from flaxformer_min.experiment.state import initialise, restore
-from flaxformer_min.experiment.validation import Validator, score_test_set, target_language
-from flaxformer_min.runs.checkpoint import check_identity, steps_of
+from flaxformer_min.experiment.validation import (
+    Validator,
+    score_test_set,
+    target_language,
+    what_is_compared,
+)
+from flaxformer_min.runs.description import check_identity, steps_of
 from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.runtime.distributed import (
@@ -235,6 +240,8 @@ class Job:
         """Train, average, and score the test set."""
         if is_main_process() and can_decode(self.model):
             self._test_pairs()  # report what is wrong with them now, not only after training
+        # Now, because a file that is written while it is mapped would end the process later.
+        example = usable_example(self.prepared.pairs["validation"])
         batches = self._batches()
         with contextlib.closing(batches):
             state, train_step = self._initialise(batches)
@@ -250,7 +257,6 @@ class Job:
         self.watch.finish("test")
         scores = self._newest_scores(trainer.scores)
         stopped = stopped or self.poll()
-        example = usable_example(self.prepared.pairs["validation"])
         return TrainResult(self.run, step, stopped, scores, test, example, self.given_model)
 
     def _batches(self) -> TrainingBatches:
@@ -305,8 +311,8 @@ class Job:
         run, training = self.run, self.config.training
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
             check_identity(run.checkpoints, run.identity())
-            held_out = self.prepared.encoded["validation"].digest
-            state, progress = restore(checkpoints, state, batches, self.config, held_out)
+            compared = what_is_compared(self.config, self.prepared.encoded["validation"].digest)
+            state, progress = restore(checkpoints, state, batches, self.config, compared)
             step = int(state.step)
             if step < training.steps or training.average_checkpoints == 1:
                 drop_average(run, "of a former end")

@@ -51,18 +51,18 @@ def restore(
     state: TrainState,
     batches: TrainingBatches,
     config: Config,
-    validation_text: str,
+    compared: str,
 ) -> tuple[TrainState, Progress]:
     """Continue from the newest checkpoint; without one, from another run or from `state`.
 
-    The batch iterator is set to its saved position, too. `validation_text` is the digest of the
-    validation split: scores of another text do not select checkpoints any more.
+    The batch iterator is set to its saved position, too. `compared` is what scores are of (see
+    `what_is_compared`): others do not select checkpoints any more.
     """
     found = checkpoints.restore(state.to_dict())
     if found is None:
         if config.training.init_from:
             state = init_from(RunFolder(config.training.init_from), state)
-        return state, Progress(validation_text=validation_text)
+        return state, Progress(validation_text=compared)
     step, restored, description = found
     position = description["batches"]
     if batches.is_of_other_text(position):
@@ -70,14 +70,22 @@ def restore(
     batches.set_state(position)
     LOGGER.info("Continuing from step %s.", f"{step:,}")
     progress = Progress(**description["progress"])
-    former = progress.validation_text
-    if former not in ("", validation_text) and step < config.training.steps:
-        LOGGER.warning("the validation text has changed; scores of the former do not count.")
+    averages = config.training.average_checkpoints > 1
+    if step < config.training.steps or progress.validation_pending or averages:
+        _drop_other_scores(checkpoints, progress, compared)
+    return TrainState.from_dict(restored), progress
+
+
+def _drop_other_scores(checkpoints: Checkpoints, progress: Progress, compared: str) -> None:
+    """Forget the scores of other text, or with other settings of BLEU, than those to come."""
+    former, text = progress.validation_text, compared.partition(" ")[0]
+    if former not in ("", text, compared):  # earlier versions recorded the text alone
+        same_text = former.partition(" ")[0] == text
+        changed = "settings of BLEU in validation have" if same_text else "validation text has"
+        LOGGER.warning("the %s changed; former scores do not count.", changed)
         checkpoints.drop_metrics()
         progress.costs = []
-    if step < config.training.steps:
-        progress.validation_text = validation_text
-    return TrainState.from_dict(restored), progress
+    progress.validation_text = compared
 
 
 def init_from(former: RunFolder, state: TrainState) -> TrainState:

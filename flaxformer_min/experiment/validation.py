@@ -1,6 +1,8 @@
 """Validation during training, and the score of the test set at its end."""
 
+import dataclasses
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +124,18 @@ def score_test_set(
     for i in range(0, len(pairs), max(len(pairs) // 5, 1)):
         LOGGER.info(format_example(pairs[i], translations[i]))
     return evaluation
+
+
+def what_is_compared(config: Config, text: str) -> str:
+    """Return what the scores that select a checkpoint are of: the digest of the validation text.
+
+    For BLEU the sentences that are translated and the options of the search follow.
+    """
+    if config.training.best_by != "bleu":
+        return text
+    settings = {**dataclasses.asdict(config.decoding), "batch_size": None}
+    settings["sentences"] = config.training.validation_sentences
+    return f"{text} {json.dumps(settings, sort_keys=True)}"
 
 
 def target_language(config: Config) -> str:

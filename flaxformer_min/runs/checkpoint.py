@@ -6,18 +6,31 @@ flipped bits without an error.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
+import re
 import shutil
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from flaxformer_min.runs.description import (
+    MODELS,
+    Metric,
+    check_parameters,
+    cost_of,
+    description_file,
+    meta_checksum,
+    read_description,
+    steps_of,
+    types_of,
+)
 from flaxformer_min.runtime.devices import on_all_processes
 from flaxformer_min.runtime.distributed import (
     count,
@@ -32,8 +45,8 @@ PyTree = Any
 
 LOGGER = logging.getLogger("flaxformer_min")
 
-MODELS = ("average", "params")
-"""Entries of a state that can be restored alone: the first that there is."""
+NOT_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors of reading that say nothing about the file."""
 
 EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
 """Words of Orbax's warnings about options that are set on purpose."""
@@ -48,22 +61,6 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_relevant)
-
-
-class Metric(NamedTuple):
-    """The validation score that selects checkpoints, such as ("validation_loss", 2.1)."""
-
-    name: str
-    value: float
-
-    @property
-    def cost(self) -> float:
-        """Lower is better: the value itself, or its negative for BLEU.
-
-        >>> Metric("validation_loss", 2.0).cost, Metric("validation_bleu", 30.0).cost
-        (2.0, -30.0)
-        """
-        return -self.value if self.name == "validation_bleu" else self.value
 
 
 def checksum(tree: PyTree) -> str:
@@ -83,23 +80,6 @@ def checksum(tree: PyTree) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8))  # bfloat16 has no buffer of its own type
     return digest.hexdigest()
-
-
-def types_of(tree: PyTree) -> PyTree:
-    """Return [type, *shape] of each array, for JSON; nothing unless all is in dictionaries.
-
-    >>> types_of({"a": {"b": np.zeros((2, 3), np.float32)}})
-    {'a': {'b': ['float32', 2, 3]}}
-    """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    keys = [getattr(key, "key", None) for path in paths for key in path]
-    return _types(tree) if all(isinstance(key, str) for key in keys) else {}
-
-
-def _types(tree: PyTree) -> PyTree:
-    if isinstance(tree, Mapping):
-        return {name: _types(each) for name, each in tree.items()}
-    return [str(tree.dtype), *tree.shape]
 
 
 class KeepNewest:
@@ -182,7 +162,7 @@ class Checkpoints:
         meta["arrays"] = types_of({name: state[name] for name in MODELS if name in state})
         # A copy: Orbax writes it later, when its owner may have changed it.
         meta = json.loads(json.dumps(meta))
-        meta["checksum"] = _meta_checksum(meta)
+        meta["checksum"] = meta_checksum(meta)
         if count() > 1:
             state = on_all_processes(state)
         self._costs[step] = None if metric is None else metric.cost
@@ -197,12 +177,12 @@ class Checkpoints:
 
     def describe(self, step: int, meta: dict, metric: Metric | None) -> None:
         """Add these entries and the metric to the description of a saved checkpoint."""
-        file = _description_file(self.folder, step)
+        file = description_file(self.folder, step)
         with self._clear_errors(), main_process_first(f"description of {step}"):
             if is_main_process():
                 new = {**json.loads(file.read_text()), **meta, "metric": metric}
                 new = json.loads(json.dumps(new))
-                write_atomically(file, json.dumps({**new, "checksum": _meta_checksum(new)}))
+                write_atomically(file, json.dumps({**new, "checksum": meta_checksum(new)}))
         self._costs[step] = None if metric is None else metric.cost
 
     def drop_metrics(self) -> None:
@@ -216,17 +196,24 @@ class Checkpoints:
 
         `like` gives shapes, types and placement. A damaged checkpoint is logged as a warning and
         moved to the folder "damaged" beside the others, and the one before it is tried. Raises
-        ValueError if all are damaged.
+        ValueError if all are damaged, or one is of a model with other parameters; OSError if this
+        process may not read one, or has too many files open.
         """
         steps = gather("checkpoints", steps_of(self.folder))[0]
         found, damaged = None, []
         for step in steps:
             wrong = None
+            check_parameters(self.folder, step, like)
             try:
                 found = restore_verified(self._manager, step, like)
             except Exception as error:  # Orbax raises whatever its readers raise
                 if is_out_of_memory(error):
                     raise
+                if _system_error(error) in NOT_DAMAGE:
+                    raise OSError(
+                        f"checkpoint {step} in {self.folder} cannot be read: {_reason(error)}. It "
+                        "may be intact: start again once it can be read."
+                    ) from error
                 wrong = first_line(error)
             # If one process cannot read it, none may continue from it.
             wrong = next(filter(None, gather(f"restored {step}", wrong)), None)
@@ -294,7 +281,7 @@ def restore_verified(
     )
     state, meta = restored["state"], restored["meta"]
     expected = meta.pop("checksum", None)
-    if expected != _meta_checksum(meta):
+    if expected != meta_checksum(meta):
         raise ValueError("the checksum of its description does not match")
     if meta["step"] != step:
         raise ValueError(f"it is a renamed checkpoint of step {meta['step']}")
@@ -304,63 +291,9 @@ def restore_verified(
     return state, meta
 
 
-def _meta_checksum(meta: dict) -> str:
-    content = json.dumps({k: v for k, v in meta.items() if k != "checksum"}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def steps_of(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, newest first, without unfinished saves."""
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
-
-
 def steps_due(steps: Sequence[int], every: int) -> list[int]:
     """Return the steps that an uninterrupted run would have saved."""
     return [step for step in steps if step % every == 0]
-
-
-def read_description(folder: Path, step: int) -> dict | None:
-    """Return the JSON item of a checkpoint, or None if its checksum does not match."""
-    try:
-        meta = json.loads(_description_file(folder, step).read_text())
-        return meta if meta.pop("checksum") == _meta_checksum(meta) else None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return None
-
-
-def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint was saved for other tokenizers or another model.
-
-    Both may have the right shapes and still be wrong. Checkpoints of earlier versions, which do not
-    describe what they belong to, are accepted.
-    """
-    for step in steps_of(folder):
-        saved = (read_description(folder, step) or {}).get("identity")
-        if not isinstance(saved, dict):
-            continue
-        names = [name for name in saved if name in identity]  # versions have other settings, too
-        differing = [name for name in names if saved[name] != identity[name]]
-        if differing:
-            raise ValueError(
-                f"checkpoint {step} in {folder} belongs to other settings or tokenizers:\n  "
-                + "\n  ".join(
-                    f"{name}: {saved[name]!r} in the checkpoint, {identity[name]!r} in the run"
-                    for name in differing
-                )
-                + "\nRestore config.json and the tokenizers that it was trained with."
-            )
-
-
-def cost_of(description: dict) -> float | None:
-    """Return the cost of a checkpoint's metric, or None if it was not validated."""
-    if description.get("metric"):
-        return Metric(*description["metric"]).cost
-    return description.get("rank")  # the name and the meaning of the cost in earlier versions
-
-
-def _description_file(folder: Path, step: int) -> Path:
-    return folder / str(step) / "meta" / "metadata"
 
 
 def _reason(error: Exception) -> str:
@@ -371,6 +304,12 @@ def _reason(error: Exception) -> str:
     """
     message = getattr(error, "strerror", None) or first_line(error, None)
     return message.rpartition(": ")[2].partition(" [os_error_code")[0]
+
+
+def _system_error(error: Exception) -> int | None:
+    """Return the number of the system's error, which TensorStore writes into its message."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 def first_line(error: Exception, most: int | None = 200) -> str:

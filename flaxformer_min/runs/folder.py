@@ -27,7 +27,8 @@ from flaxformer_min.config import DROPOUTS, Config, ModelConfig
 from flaxformer_min.config_fields import differences, differences_of_group
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints, check_identity, read_description, steps_of
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.description import check_identity, read_description, steps_of
 from flaxformer_min.runs.restore import restore_params
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.runtime.files import remove_partial, write_atomically

@@ -7,15 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.runs.checkpoint import (
-    MODELS,
-    cost_of,
-    first_line,
-    read_description,
-    restore_verified,
-    steps_due,
-    steps_of,
-)
+from flaxformer_min.runs.checkpoint import first_line, restore_verified, steps_due
+from flaxformer_min.runs.description import MODELS, cost_of, read_description, steps_of
 from flaxformer_min.runtime.distributed import index
 from flaxformer_min.runtime.memory import is_out_of_memory
 

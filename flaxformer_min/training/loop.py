@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import jax
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.runs.checkpoint import Checkpoints, Metric
+from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.description import Metric
 from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.metrics import MetricsLog, Window
@@ -45,7 +46,7 @@ class Progress:
     costs:              of all validations, lower is better (see `Metric.cost`); None without one.
     validation_pending: a validation was due, and a stop request came before its end.
     skipped_in_a_row:   steps up to the last one whose loss or gradient was not finite.
-    validation_text:    digest of the text of these validations.
+    validation_text:    what these validations are of (see `what_is_compared`).
     """
 
     window: dict[str, float] = dataclasses.field(default_factory=dict)

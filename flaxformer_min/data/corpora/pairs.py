@@ -105,11 +105,26 @@ class SequenceOfPairs(Pairs):
     def identity(self) -> list:
         """Return the fingerprint of the sequence if it has one, else a digest of all pairs."""
         if hasattr(self._items, "fingerprint"):
-            return [self._items.fingerprint()]
+            return [self._given_fingerprint()]
         digest = hashlib.sha256()
         for pair in self:
             digest.update(json.dumps(pair).encode())
         return [digest.hexdigest()]
+
+    def _given_fingerprint(self) -> str:
+        given = self._items.fingerprint
+        try:
+            found = given() if callable(given) else given
+        except OSError as error:  # or it would be taken for one of writing the cache
+            raise ValueError(
+                f"fingerprint of {self._name} must be readable; it raised {error!r}. Start again "
+                "once it can be read."
+            ) from error
+        if not callable(given) or not isinstance(found, str):
+            raise ValueError(
+                f"fingerprint of {self._name} must be a method that returns a text; got {found!r}."
+            )
+        return found
 
     def _read(self, indices: range) -> list[Pair]:
         return [self._checked(i, self._item(i)) for i in indices]
@@ -121,6 +136,11 @@ class SequenceOfPairs(Pairs):
             raise ValueError(
                 f"{self._name} must hold pairs by their numbers, from 0; {self._name}[{index}] "
                 f"raised {error!r}. Make a list of it."
+            ) from error
+        except OSError as error:  # or it would be taken for one of writing the cache
+            raise ValueError(
+                f"{self._name} must be readable; {self._name}[{index}] raised {error!r}. Start "
+                "again once it can be read."
             ) from error
 
     def _checked(self, index: int, pair: Any) -> Pair:
