@@ -186,10 +186,13 @@ print(faults > size // mmap.PAGESIZE // 16)
 """
 
 
-@pytest.mark.skipif(
+NEEDS_GLIBC = pytest.mark.skipif(
     not hasattr(os, "confstr_names") or "CS_GNU_LIBC_VERSION" not in os.confstr_names,
     reason="no glibc: tune_malloc does nothing",
 )
+
+
+@NEEDS_GLIBC
 @pytest.mark.parametrize("chosen, cleared", [({}, False), ({"MALLOC_ARENA_MAX": "4"}, True)])
 def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherwise(
     chosen, cleared
@@ -202,6 +205,46 @@ def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherw
         [sys.executable, "-c", SCRIPT], env=environment | chosen, capture_output=True, text=True
     )
     assert done.stdout == f"{cleared}\n", done.stderr
+
+
+HEAPS = """
+import ctypes, sys, threading
+from flaxformer_min.runtime.memory import tune_malloc
+tune_malloc(heaps=int(sys.argv[1]))
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+together = threading.Barrier(4)
+
+def use():
+    together.wait()
+    libc.malloc(1 << 20)
+    together.wait()
+
+threads = [threading.Thread(target=use) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+file = libc.fopen(sys.argv[2].encode(), b"w")
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@NEEDS_GLIBC
+@pytest.mark.parametrize("heaps", [1, 2, 3])
+def test_four_threads_share_as_many_heaps_as_there_may_be(heaps, tmp_path):
+    """Counted by glibc's own report."""
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")
+    }
+    report = tmp_path / "report.xml"
+    subprocess.run(
+        [sys.executable, "-c", HEAPS, str(heaps), str(report)], env=environment, check=True
+    )
+    assert report.read_text().count("<heap nr=") == heaps
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from flaxformer_min.decoding.pool import (
 )
 from flaxformer_min.decoding.programs import compiler_options
 from flaxformer_min.decoding.scheduling import Lanes, Usage
+from flaxformer_min.decoding.screening import parameters_read
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
@@ -102,7 +103,7 @@ class BatchRunner:
     def use_params(self, params: Sequence[Any]) -> None:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
-        self.is_small = sum(leaf.size for leaf in jax.tree.leaves(params)) <= SMALL_MODEL
+        self.is_small = parameters_read(params) <= SMALL_MODEL
 
     @property
     def compilations(self) -> int:
@@ -114,9 +115,8 @@ class BatchRunner:
 
         Only on a CPU, and only for models without custom parts, whose code could change unnoticed.
         """
-        own = [
-            type(each) is Transformer and each == Transformer(each.config) for each in self.models
-        ]
+        models = self.models
+        own = [type(each) is Transformer and each == Transformer(each.config) for each in models]
         if self.kind == "cpu" and all(own):
             self._executables = ExecutableCache(folder, self.devices)
 

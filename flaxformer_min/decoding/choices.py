@@ -83,6 +83,19 @@ class Choice(NamedTuple):
     log_prob: Float[Array, " beam"]
 
 
+class Best(NamedTuple):
+    """What greedy decoding needs to know of the logits of a hypothesis.
+
+    logit: that of the likeliest regular token; -inf if there is none.
+    token: its id.
+    end:   the logit of EOS.
+    """
+
+    logit: Float[Array, "*batch"]
+    token: Int[Array, "*batch"]
+    end: Float[Array, "*batch"]
+
+
 def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Return the log-probability of a hypothesis and its next token; -inf instead of NaN.
 
@@ -160,19 +173,28 @@ def choose_beam(
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
 
+def best_of(logits: Float[Array, " vocab"]) -> Best:
+    """Return the likeliest regular token, the lowest id among equals, and the logit of EOS."""
+    (logit,), _, (token,) = top_k_tokens(jnp.zeros(1), logits[None], 1)
+    return Best(logit, token, logits[EOS])
+
+
 def choose_greedy(
     base: Float[Array, "1"],
-    logits: Float[Array, "1 vocab"],
+    logits: Float[Array, "1 vocab"] | Best,
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: None = None,
 ) -> Choice:
     """Return the likeliest token, or end: a beam of one that stops at its first EOS."""
     # By the logits alone: added to `base`, two of them may round to the same.
-    choice = choose_beam(jnp.zeros_like(base), logits, may_end, must_end, beam_size=1)
-    ended, log_prob = joint(base, choice.ended), joint(base, choice.log_prob)
-    log_prob = jnp.where(choice.ended > -jnp.inf, -jnp.inf, log_prob)
-    return Choice(ended, None, choice.token, log_prob)
+    best = logits if isinstance(logits, Best) else jax.vmap(best_of)(logits)
+    logit = jnp.where(must_end, -jnp.inf, best.logit)
+    ends = may_end & (best.end >= logit)
+    ended = jnp.where(ends, joint(base, best.end), -jnp.inf)
+    log_prob = jnp.where(ends, -jnp.inf, joint(base, logit))
+    token = jnp.where(logit > -jnp.inf, best.token, PAD)
+    return Choice(ended, None, token, log_prob)
 
 
 def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:

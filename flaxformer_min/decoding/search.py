@@ -26,6 +26,7 @@ from flaxformer_min.decoding.checks import (
 )
 from flaxformer_min.decoding.choices import (
     GENERATOR,
+    Best,
     Choice,
     Sampling,
     check_sampling,
@@ -39,10 +40,10 @@ Cache = Any
 """The model's state: any pytree whose arrays have one row for each sentence."""
 
 DecodeStep = Callable[
-    [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"], Cache]
+    [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"] | Best, Cache]
 ]
 """Read one token of each hypothesis; return float32 logits (or log-probabilities) of the next one
-and the updated cache."""
+and the updated cache. For greedy decoding without scores the `Best` of the logits will do."""
 
 Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
 """Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
@@ -154,7 +155,7 @@ def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
 
 def advance(
     progress: Progress,
-    logits: Float[Array, "beam vocab"],
+    logits: Float[Array, "beam vocab"] | Best,
     row: Row,
     *,
     choose: Callable[..., Choice],
@@ -188,7 +189,7 @@ def advance(
         base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
     else:
         base = jnp.where(alive.log_prob > -jnp.inf, 0.0, -jnp.inf)
-    if suppressed:
+    if suppressed and not isinstance(logits, Best):
         logits = logits.at[:, jnp.array(suppressed)].set(-jnp.inf)
     choice = choose(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
@@ -224,6 +225,11 @@ class Rules:
     def scored(self) -> bool:
         """Whether log-probabilities are computed: several hypotheses are compared by them."""
         return self.scores or self.beam_size > 1
+
+    @property
+    def only_likeliest(self) -> bool:
+        """Whether nothing counts but the likeliest token, as greedily without scores."""
+        return not self.scored and self.sampling is None
 
     @property
     def competing(self) -> bool:
@@ -270,7 +276,8 @@ class Search:
     def step(self, state: State) -> State:
         """Choose one more token for each hypothesis."""
         logits, cache = self.decode_step(state.progress.alive.token, state.cache)
-        check_vocabulary(logits.shape[-1], self.rules.suppressed)
+        if not isinstance(logits, Best):
+            check_vocabulary(logits.shape[-1], self.rules.suppressed)
         progress, parents = self.advance(state.progress, logits, state.rows)
         if parents is not None:
             cache = self.reorder(cache, parents)

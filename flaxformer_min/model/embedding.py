@@ -13,6 +13,9 @@ from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
 
+TIED_TABLES = {"shared": "embedding", "target_tied": "target_embedding"}
+"""Parameters that are embeddings and output projection, by `config.embeddings`."""
+
 OUTPUT_KERNEL = "output_kernel"
 """A parameter that a search may add to the tied table: the same transposed, in any type."""
 

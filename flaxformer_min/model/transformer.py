@@ -143,7 +143,14 @@ class Transformer(nn.Module):
     def decode_step(
         self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
     ) -> tuple[Float[Array, "batch beam vocab"], Cache]:
-        """Return logits of the token after `tokens`, the newest token of each hypothesis.
+        """Return logits of the token after `tokens`, the newest token of each hypothesis."""
+        x, cache = self.next_hidden_states(tokens, cross, cache)
+        return self.logits(x), cache
+
+    def next_hidden_states(
+        self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
+    ) -> tuple[Float[Array, "batch beam d_model"], Cache]:
+        """Return the decoder's output for `tokens`, whose logits are those of the token after.
 
         The hypotheses of a sentence take the axis that a sentence's tokens have in training: they
         are the queries of one attention over the tokens of all of them, and the mask keeps them
@@ -159,7 +166,7 @@ class Transformer(nn.Module):
             cache.self_attention_kv,
             entries,
         )
-        return self.logits(x), Cache(self_attention_kv, visible, cache.positions + 1)
+        return x, Cache(self_attention_kv, visible, cache.positions + 1)
 
     def _decode_all(
         self, target: Tokens, cross: CrossAttentionCache

@@ -17,6 +17,15 @@ MOST_CPU_DEVICES = 8
 CACHES_OF_A_CORE = Path("/sys/devices/system/cpu/cpu0/cache")
 """Where Linux describes the caches of a CPU core, a folder for each."""
 
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux lists what the CPU can do."""
+
+
+def cpu_cores() -> int:
+    """Return the number of CPU cores to compute on, up to eight."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, MOST_CPU_DEVICES)
+
 
 def configure_cpu_devices(rows: int = 0) -> None:
     """Make each CPU core a jax device, up to eight; with `rows`, only as many as divide it evenly.
@@ -29,8 +38,7 @@ def configure_cpu_devices(rows: int = 0) -> None:
         return
     if "JAX_NUM_CPU_DEVICES" in os.environ:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = next(n for n in range(min(cores, MOST_CPU_DEVICES), 0, -1) if rows % n == 0)
+    devices = next(n for n in range(cpu_cores(), 0, -1) if rows % n == 0)
     with contextlib.suppress(RuntimeError):  # jax is initialized already
         jax.config.update("jax_num_cpu_devices", devices)
 
@@ -43,6 +51,16 @@ def l2_cache_size() -> int | None:
             if (cache / "level").read_text().strip() == "2":
                 return int((cache / "size").read_text().strip().removesuffix("K")) << 10
     return None
+
+
+@functools.cache
+def has_bfloat16_units() -> bool:
+    """Return whether this machine's CPU has units for products of bfloat16; Linux on x86 tells."""
+    with contextlib.suppress(OSError):
+        for line in CPU_INFO.read_text(errors="replace").splitlines():
+            if line.startswith("flags"):
+                return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
+    return False
 
 
 def same_on(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
