@@ -34,9 +34,9 @@ Run = Callable[[], Mapping[str, Any]]
 """One timed run of a contender: returns "seconds" and its work, as "tokens"."""
 
 
-def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_memory: bool) -> None:
+def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, heaps: int) -> None:
     """In the child: prepare once, then run once for each message of the pipe."""
-    _begin_group(keeps_memory)
+    _begin_group(heaps)
     since = time.perf_counter()
     run = make(*arguments)
     run()
@@ -45,13 +45,13 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, keeps_me
         connection.send(run())
 
 
-def _begin_group(keeps_memory: bool = True) -> None:
+def _begin_group(heaps: int = 1) -> None:
     """Make the child the leader of a group, which ends together with all that it starts."""
     from flaxformer_min.runtime.memory import tune_malloc
 
     os.setpgrp()
-    if keeps_memory:
-        tune_malloc()
+    if heaps:
+        tune_malloc(heaps)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -66,8 +66,8 @@ class Contender:
 
     `make(*arguments)` prepares and returns the `Run`. The constructor returns after the first run,
     compilation included, which took `first_seconds`. The process ends with this one, in any case.
-    It has the memory settings of our programs, which help the peers, too; with
-    `keeps_memory=False`, those of any Python program.
+    It has the memory settings of our programs, with so many `heaps`, which help PyTorch, too; with
+    none, those of any Python program.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Contender:
         make: Callable[..., Run],
         *arguments: Any,
         patience: float | None = None,
-        keeps_memory: bool = True,
+        heaps: int = 1,
     ):
         """Start the process and wait for its first run.
 
         Raises TimeoutError after `patience` seconds, RuntimeError if the run fails.
         """
         self.name, self.runs = name, []
-        self._process, self._connection = _start(True, _serve, make, arguments, keeps_memory)
+        self._process, self._connection = _start(True, _serve, make, arguments, heaps)
         if not self._connection.poll(patience):
             _kill(self._process)
             raise TimeoutError(f"{name} was not ready after {patience:.0f} s.")

@@ -96,7 +96,9 @@ def measure(
     # Longest first, so that sentences of similar lengths share a batch.
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
-    contenders = [Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings)]
+    contenders = [
+        Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings, heaps=cores())
+    ]
     if not args.no_peers:
         peers = partial(best_peers, args, ordered, tokenizer.vocab_size, beam)
         contenders += peers_of(args.device, peers)
@@ -144,7 +146,7 @@ def best_peers(
     for slower in tried.values():
         slower.close()
     name = f"Marian as installed{_in(*best)}"
-    return [fastest, Contender(name, *peer, *best, keeps_memory=False)]
+    return [fastest, Contender(name, *peer, *best, heaps=0)]
 
 
 def _in(size: int, threads: int) -> str:

@@ -5,12 +5,12 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-MALLOC_SETTINGS = ((-8, 1), (-4, 0), (-1, -1))
-"""Arguments of glibc's mallopt: M_ARENA_MAX, one heap for all threads, because only the main heap
-can grow without limit; M_MMAP_MAX, no blocks outside of it; M_TRIM_THRESHOLD, never shrink it."""
+M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD = -8, -4, -1
+"""Settings of glibc's mallopt: the most heaps, the most blocks outside of them, and how much freed
+memory a heap returns to the system."""
 
 
-def tune_malloc() -> None:
+def tune_malloc(heaps: int = 1) -> None:
     """Let glibc keep freed memory for reuse, instead of returning it to the system.
 
     XLA allocates the memory of each step anew, hundreds of megabytes. By default, glibc maps and
@@ -18,6 +18,10 @@ def tune_malloc() -> None:
     takes 1.4 times and a search 1.1 times as long. With this, a process keeps the most memory that
     it ever needed. Call it before jax computes anything. Has no effect if the user has set options
     of malloc, or with another C library.
+
+    heaps: how many there may be; threads share them. Training and scoring need a single one,
+           because only the main heap has room for blocks of more than 64 MB. A search has smaller
+           blocks, and cores that search wait less for each other with a heap for each.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + "".join(os.environ)
     if "glibc.malloc" in chosen or "MALLOC_" in chosen or not hasattr(os, "confstr"):
@@ -25,8 +29,9 @@ def tune_malloc() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
             mallopt = ctypes.CDLL(None).mallopt
-            for setting, value in MALLOC_SETTINGS:
-                mallopt(setting, value)
+            mallopt(M_ARENA_MAX, heaps)
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def is_out_of_memory(error: Exception) -> bool:
