@@ -165,10 +165,11 @@ def _ours_with_programs(
         if beam == 1 and not early_stopping:
             continue
         ours_so = ours, args.run, lines, beam, compiled, early_stopping, dtype
-        earlier = Contender(name, *ours_so)
+        # As the command line has it.
+        earlier = Contender(name, *ours_so, heaps=cores())
         earlier.close()
         uncompiled[name] = earlier.first_seconds
-        contenders.append(Contender(name, *ours_so))
+        contenders.append(Contender(name, *ours_so, heaps=cores()))
     return contenders, uncompiled
 
 

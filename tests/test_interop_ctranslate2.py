@@ -1,5 +1,6 @@
 """An export to CTranslate2 has the model's own probabilities and finds its translations."""
 
+import importlib
 import itertools
 import re
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_a_readme_says_how_to_translate(tmp_path, capsys):
         [bool(text) for text in plain] == [bool(text) for text in reranked] == [True, False, True]
     )
     assert "length_penalty=0.6," in readme and "default=0) + 1, 1024) + 4" in readme
+
+
+def test_the_benchmark_finds_the_settings_of_a_readme(tmp_path, monkeypatch):
+    """It gives CTranslate2 the limits and the length penalty of the export."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    trained = importlib.import_module("trained")
+    decoding = DecodingConfig(length_penalty=0.8, max_extra_tokens=7)
+    interop.export(make_tiny_run(tmp_path / "run", decoding=decoding), tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert trained.settings_of(readme) == (0.6, 7)
 
 
 def recipe_of(folder):
