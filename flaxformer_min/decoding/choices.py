@@ -175,7 +175,7 @@ def choose_beam(
 
 def best_of(logits: Float[Array, " vocab"]) -> Best:
     """Return the likeliest regular token, the lowest id among equals, and the logit of EOS."""
-    (logit,), _, (token,) = top_k_tokens(jnp.zeros(1), logits[None], 1)
+    (logit,), _, (token,) = top_k_tokens(jnp.zeros(1, logits.dtype), logits[None], 1)
     return Best(logit, token, logits[EOS])
 
 

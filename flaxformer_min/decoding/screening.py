@@ -103,7 +103,8 @@ def _candidates(
     """
 
     def of_row(logits: Float[Array, " vocab"]) -> tuple[Array, Array]:
-        likeliest, _, tokens = top_k_tokens(jnp.zeros(1), logits[None], CANDIDATES)
+        base = jnp.zeros(1, logits.dtype)
+        likeliest, _, tokens = top_k_tokens(base, logits[None], CANDIDATES)
         return likeliest, jnp.sort(tokens)
 
     return jax.vmap(of_row)(logits)
