@@ -96,8 +96,9 @@ def measure(
     # Longest first, so that sentences of similar lengths share a batch.
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
+    heaps = cores() if beam == 1 else 1  # as the command line has it
     contenders = [
-        Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings, heaps=cores())
+        Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings, heaps=heaps)
     ]
     if not args.no_peers:
         peers = partial(best_peers, args, ordered, tokenizer.vocab_size, beam)

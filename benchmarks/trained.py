@@ -165,11 +165,11 @@ def _ours_with_programs(
         if beam == 1 and not early_stopping:
             continue
         ours_so = ours, args.run, lines, beam, compiled, early_stopping, dtype
-        # As the command line has it.
-        earlier = Contender(name, *ours_so, heaps=cores())
+        heaps = cores() if beam == 1 else 1  # as the command line has it
+        earlier = Contender(name, *ours_so, heaps=heaps)
         earlier.close()
         uncompiled[name] = earlier.first_seconds
-        contenders.append(Contender(name, *ours_so, heaps=cores()))
+        contenders.append(Contender(name, *ours_so, heaps=heaps))
     return contenders, uncompiled
 
 

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
                 args = make_parser().parse_args(argv)
                 if owns_process:
                     with _importing(owns_process):
-                        _prepare_jax(hasattr(args, "step"), hasattr(args, "beam_size"))
+                        _prepare_jax(hasattr(args, "step"), getattr(args, "beam_size", None) == 1)
                 with with_oom_hint(MEMORY_ADVICE):
                     return args.command(args, stop)
             except (KeyboardInterrupt, Stopped):
@@ -98,7 +98,7 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
-def _prepare_jax(loads_model: bool, searches: bool) -> None:
+def _prepare_jax(loads_model: bool, greedy: bool) -> None:
     from flaxformer_min.runtime.devices import (
         configure_cpu_devices,
         cpu_cores,
@@ -107,7 +107,7 @@ def _prepare_jax(loads_model: bool, searches: bool) -> None:
     from flaxformer_min.runtime.files import cache_folder
 
     configure_cpu_devices()
-    tune_malloc(heaps=cpu_cores() if searches else 1)
+    tune_malloc(heaps=cpu_cores() if greedy else 1)  # a beam gains little, and needs more memory
     enable_compilation_cache(cache_folder())
     if loads_model:  # now, while Ctrl-C may end the process
         import orbax.checkpoint  # noqa: F401

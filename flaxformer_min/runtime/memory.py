@@ -20,8 +20,8 @@ def tune_malloc(heaps: int = 1) -> None:
     of malloc, or with another C library.
 
     heaps: how many there may be; threads share them. Training and scoring need a single one,
-           because only the main heap has room for blocks of more than 64 MB. A search has smaller
-           blocks, and cores that search wait less for each other with a heap for each.
+           because only the main heap has room for blocks of more than 64 MB. A greedy search has
+           smaller blocks, and cores that search wait less for each other with a heap for each.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + "".join(os.environ)
     if "glibc.malloc" in chosen or "MALLOC_" in chosen or not hasattr(os, "confstr"):
