@@ -106,7 +106,7 @@ def test_hidden_states_that_are_not_numbers_find_what_float32_finds():
     assert found.logit[1] == -np.inf == expected.logit[1]
 
 
-@pytest.mark.parametrize("d_model", [8, 128, screening.MOST_TERMS])
+@pytest.mark.parametrize("d_model", [8, 128, 1_024])
 def test_no_logit_differs_by_more_than_the_bound(d_model):
     """Of random numbers, and of those that bfloat16 rounds most, all in one direction."""
     rng = np.random.default_rng(4)
@@ -164,6 +164,16 @@ def test_only_a_search_for_the_likeliest_tokens_screens(monkeypatch, rules, scre
     for models, expected in (([model], screens), ([model] * 2, False)):
         found = search_of(models, [params] * len(models), Rules(**{"beam_size": 1} | rules))
         assert (found.decode_step.func.__name__ == "_screened_step") is expected
+
+
+def test_a_larger_model_is_not_screened(monkeypatch):
+    """It was not measured with one; 40,000 pieces of 128 features alone are 5 million."""
+    monkeypatch.setattr("flaxformer_min.decoding.models.has_bfloat16_units", lambda: True)
+    for vocab, expected in ((8_000, True), (40_000, False)):
+        model = Transformer(ModelConfig(vocab_size=vocab, d_model=128, num_heads=2))
+        table = jnp.zeros((vocab, 128))
+        _, params = suited_to_device(model, {"embedding": {"table": table}})
+        assert screening.has_screening(model, params) is expected
 
 
 def test_a_cpu_has_units_for_bfloat16_if_linux_says_so(monkeypatch, tmp_path):

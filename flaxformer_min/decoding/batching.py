@@ -32,7 +32,6 @@ from flaxformer_min.decoding.pool import (
 )
 from flaxformer_min.decoding.programs import compiler_options
 from flaxformer_min.decoding.scheduling import Lanes, Usage
-from flaxformer_min.decoding.screening import parameters_read
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
@@ -41,6 +40,7 @@ from flaxformer_min.decoding.shapes import (
     LONGEST_PREFIX,
     USUAL_BATCH,
     bucket,
+    is_small,
     largest,
     padded,
     pool_shape,
@@ -53,16 +53,6 @@ from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.executables import ExecutableCache
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
-
-SMALL_MODEL = 1 << 22
-"""Most parameters with which few sentences at once take a CPU no longer for each than many.
-
-A step reads the weights and the caches of the pool. Where the weights are small, so should the
-caches be: they stay near the core. Larger weights are better read for more sentences at once. So
-with a small model pools are small, and the last of any pool take few slots in turn. With a beam of
-4 and more small pools are 4 to 7 % slower, but the peak of memory is 20 MB lower. Where the cache
-of a core is too small for that, greedy pools are larger (`shapes.LARGE_L2`).
-"""
 
 
 class BatchRunner:
@@ -103,7 +93,7 @@ class BatchRunner:
     def use_params(self, params: Sequence[Any]) -> None:
         """Replace the parameters, keeping the compiled programs."""
         self.params = replicate(list(params), self.devices)
-        self.is_small = parameters_read(params) <= SMALL_MODEL
+        self.is_small = is_small(params)
 
     @property
     def compilations(self) -> int:
@@ -160,11 +150,11 @@ class BatchRunner:
         return self.batch_size or USUAL_BATCH[self.kind]
 
     def suits_few(self) -> bool:
-        """Return whether few sentences take no longer for each than many (see `SMALL_MODEL`)."""
+        """Return whether few sentences take no longer for each than many (`shapes.SMALL_MODEL`)."""
         return self.kind == "cpu" and self.is_small
 
     def has_small_pools(self) -> bool:
-        """Return whether greedy pools, and those of wide beams, are small (see `SMALL_MODEL`)."""
+        """Return whether greedy pools and those of wide beams are small (`shapes.SMALL_MODEL`)."""
         return self.suits_few() and self.batch_size is None
 
     def few(self) -> int:

@@ -32,10 +32,8 @@ with six candidates, 9 with four."""
 
 ROUNDING = 1.05 * 2**-7
 """Most error of a product of two numbers rounded to bfloat16, relative to it. Each is rounded by at
-most 2⁻⁸; the twentieth more is for sums in float32, of `MOST_TERMS` in either type."""
-
-MOST_TERMS = 1024
-"""Most terms of a sum for which the bound holds; wider models do without screening."""
+most 2⁻⁸; the twentieth more is for sums in float32, of up to 1,024 terms in either type. A small
+model is not wider."""
 
 
 def screening_parameters(table: Float[np.ndarray, "vocab d_model"]) -> dict[str, Array]:
@@ -44,12 +42,6 @@ def screening_parameters(table: Float[np.ndarray, "vocab d_model"]) -> dict[str,
     kernel = table.T.astype(jnp.bfloat16, order="C")
     # By numpy, as in `suited_to_device`.
     return {KERNEL: jax.device_put(kernel), ERROR: jax.device_put(np.float32(ROUNDING * longest))}
-
-
-def parameters_read(params: Any) -> int:
-    """Return the number of parameters, with one of the kernels of which a step reads either."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(leaf.size for path, leaf in leaves if getattr(path[-1], "key", "") != KERNEL)
 
 
 def has_screening(model: Any, params: Any) -> bool:
