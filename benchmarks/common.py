@@ -61,6 +61,11 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def heaps_of_ours(beam: int) -> int:
+    """Return the heaps that the command line gives a search with so many hypotheses."""
+    return cores() if beam == 1 else 1
+
+
 class Contender:
     """A program to be timed, in a process of its own with its own threads and memory.
 

@@ -37,6 +37,7 @@ from common import (
     cores,
     flops_of_source,
     flops_of_target,
+    heaps_of_ours,
     machine,
     make_tokenizer,
     matrix_product_rate,
@@ -96,10 +97,8 @@ def measure(
     # Longest first, so that sentences of similar lengths share a batch.
     ordered = sorted(zip(sources, lengths, strict=True), key=lambda pair: -len(pair[0]))
     settings = beam, args.size, args.batch_size, args.dtype
-    heaps = cores() if beam == 1 else 1  # as the command line has it
-    contenders = [
-        Contender("flaxformer_min", ours, tokenizer, lines, lengths, *settings, heaps=heaps)
-    ]
+    mine = partial(Contender, "flaxformer_min", ours, tokenizer, lines, lengths, *settings)
+    contenders = [mine(heaps=heaps_of_ours(beam))]
     if not args.no_peers:
         peers = partial(best_peers, args, ordered, tokenizer.vocab_size, beam)
         contenders += peers_of(args.device, peers)

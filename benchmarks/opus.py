@@ -26,6 +26,7 @@ from common import (
     arguments,
     cores,
     fastest,
+    heaps_of_ours,
     machine,
     ratio,
     read_split,
@@ -131,8 +132,7 @@ def measure(
     args: argparse.Namespace, folder: Path, run: Path, lines: Sequence[str], beam: int
 ) -> list[dict[str, Any]]:
     """Return the rows of one beam size: ours and Hugging Face's."""
-    heaps = cores() if beam == 1 else 1  # as the command line has it
-    mine = Contender("flaxformer_min", ours, run, lines, beam, heaps=heaps)
+    mine = Contender("flaxformer_min", ours, run, lines, beam, heaps=heaps_of_ours(beam))
     tried = [
         Contender(f"generate, {size} a batch, {n} threads", generate, folder, lines, beam, size, n)
         for size in (16, 64)

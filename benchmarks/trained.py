@@ -21,6 +21,7 @@ from common import (
     alternate,
     cores,
     fastest,
+    heaps_of_ours,
     machine,
     peak_memory,
     peers_of,
@@ -165,11 +166,11 @@ def _ours_with_programs(
         if beam == 1 and not early_stopping:
             continue
         ours_so = ours, args.run, lines, beam, compiled, early_stopping, dtype
-        heaps = cores() if beam == 1 else 1  # as the command line has it
-        earlier = Contender(name, *ours_so, heaps=heaps)
+        start = partial(Contender, name, *ours_so, heaps=heaps_of_ours(beam))
+        earlier = start()
         earlier.close()
         uncompiled[name] = earlier.first_seconds
-        contenders.append(Contender(name, *ours_so, heaps=heaps))
+        contenders.append(start())
     return contenders, uncompiled
 
 

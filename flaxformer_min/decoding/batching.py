@@ -105,8 +105,9 @@ class BatchRunner:
 
         Only on a CPU, and only for models without custom parts, whose code could change unnoticed.
         """
-        models = self.models
-        own = [type(each) is Transformer and each == Transformer(each.config) for each in models]
+        own = [
+            type(each) is Transformer and each == Transformer(each.config) for each in self.models
+        ]
         if self.kind == "cpu" and all(own):
             self._executables = ExecutableCache(folder, self.devices)
 
