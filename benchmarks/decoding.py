@@ -15,6 +15,9 @@ those of the embedded test set. Needs the extra `benchmarks`.
 
 A trained run, from text to text, beside CTranslate2 with the same weights (trained.py). Needs the
 extra `export`.
+
+For ours both tables also have what the search computed: its steps, the share of lanes that were
+needed, and the bytes of caches that the steps read.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from typing import Any
 import numpy as np
 import trained
 from common import (
+    SEARCH,
     SIZES,
     Contender,
     Run,
@@ -44,6 +48,7 @@ from common import (
     peers_of,
     read_split,
     report,
+    searched,
 )
 
 EXTRA = 2
@@ -118,6 +123,7 @@ def measure(
                 "start and first run, s": contender.first_seconds,
                 "ratio to the best peer": rate / best_peer if best_peer else None,
                 "share of the bound": bound / seconds,
+                **{name: contender.runs[-1].get(name) for name in SEARCH},
             }
         )
         contender.close()
@@ -198,10 +204,9 @@ def ours(
     translator.runner = Checked(translator.models, [params], batch_size)
 
     def run() -> dict[str, float]:
-        since = time.perf_counter()
-        translator.translate(lines, beam_size=beam, min_length=1 << 20)
-        seconds = time.perf_counter() - since
-        return {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds}
+        search = partial(translator.translate, lines, beam_size=beam, min_length=1 << 20)
+        measured = searched(translator, search)
+        return measured | {"tokens_per_second": sum(lengths) / measured["seconds"]}
 
     return run
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    SEARCH,
     Contender,
     Run,
     alternate,
@@ -27,6 +28,7 @@ from common import (
     peers_of,
     ratio,
     report,
+    searched,
 )
 
 OURS = "flaxformer_min"
@@ -122,6 +124,7 @@ def measure(
                 "start and first run, s": contender.first_seconds,
                 "nothing compiled, s": uncompiled.get(contender.name),
                 "peak MB": last["peak"] / 1e6,
+                **{name: last.get(name) for name in SEARCH},
                 "BLEU": BLEU().corpus_score(last["found"], [list(references)]).score,
                 "equal": sum(map(str.__eq__, last["found"], first.runs[-1]["found"])),
             }
@@ -198,10 +201,8 @@ def ours(
     translator.keep_programs()
 
     def timed() -> dict[str, Any]:
-        since = time.perf_counter()
-        found = translator.translate(lines, beam_size=beam, early_stopping=early_stopping)
-        seconds = time.perf_counter() - since
-        return {"seconds": seconds, "found": found, "peak": peak_memory()}
+        search = partial(translator.translate, lines, beam_size=beam, early_stopping=early_stopping)
+        return searched(translator, search) | {"peak": peak_memory()}
 
     return timed
 

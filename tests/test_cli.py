@@ -475,7 +475,8 @@ def test_verbose_prints_speed_compilations_and_sizes(call, mirror):
     assert re.search("2 sentences, .* sentences/s, .* tokens/s .*compilations", err)
     assert f"padded to {', '.join(map(str, LENGTHS))} tokens" in err
     assert "tokens and pools to 1, 8 sentences" in err
-    assert re.search(r"\d steps; \d+% of the hypotheses computed were needed", err)
+    usage = r"\d steps; \d+% of the hypotheses computed were needed; \d+\.\d\d GB of caches read"
+    assert re.search(usage, err)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -627,6 +628,7 @@ def test_evaluation_measures_and_names_what_was_used(call, paths, mirror, one_na
     assert report["bleu"]["signature"].startswith("BLEU|nrefs:1|case:mixed|eff:no|tok:")
     assert report["tokenize"] in ("char", "ko-mecab")
     assert {"sentences_per_second", "tokens_per_second", "compilations", "device"} <= set(report)
+    assert {"search_steps", "lanes_needed", "cache_bytes_read"} <= set(report)
 
 
 def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirror, one_nat):

@@ -439,24 +439,31 @@ def test_the_encoder_is_traced_once_for_each_program(monkeypatch, devices):
     assert len(traced) == len(runs)
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_lanes_are_counted_as_by_hand(monkeypatch, in_turn):
-    """Without EOS, a beam of 4 needs one lane at first, then four up to the limit."""
+@pytest.mark.parametrize("in_turn, devices", [(True, 1), (False, 1), (False, 2)])
+def test_lanes_and_bytes_are_counted_as_by_hand(monkeypatch, in_turn, devices):
+    """Without EOS, a beam of 4 needs one lane at first, then four up to the limit.
+
+    Sources are padded to 24 tokens. The four hypotheses of a sentence have room for 80 tokens each,
+    and for 112 among the last ones. Each device has the same lengths.
+    """
     monkeypatch.setattr(BatchRunner, "suits_few", lambda runner: in_turn)
-    sources = make_sources([5, 9, 7, 16, 12])
-    _, runner = find(
-        make_table(eos=-30.0), sources, batch_size=32, max_extra_tokens=3, length_penalty=0.0
-    )
+    sources = make_sources([5, 9, 7, 16, 12] * devices)
+    table, settings = make_table(eos=-30.0), {"max_extra_tokens": 3, "length_penalty": 0.0}
+    _, runner = find(table, sources, batch_size=32, devices=devices, **settings)
     limits = [len(source) + 3 for source in sources.values()]
     usage = runner.usage
+    # Of 4 bytes each: a source, what four hypotheses have read, a seed and a position.
+    in_pool, among_last = (4 * (24 + 4 * room + 1 + 1) for room in (80, 112))
     assert usage.needed == sum(1 + 4 * (limit - 1) for limit in limits)
     if in_turn:  # Four are left after eight steps of 8 slots, and take one in turn.
         last = sum(limit - 8 for limit in limits)
         assert usage.steps == 8 + last
         assert usage.computed == 8 * 8 * 4 + last * 4
+        assert usage.cache_bytes == 8 * 8 * in_pool + last * among_last
     else:  # Two are left after twelve steps, and go on in so many slots.
-        assert usage.steps == max(limits)
-        assert usage.computed == 12 * 8 * 4 + 7 * 2 * 4
+        assert usage.steps == max(limits) * devices
+        assert usage.computed == (12 * 8 * 4 + 7 * 2 * 4) * devices
+        assert usage.cache_bytes == (12 * 8 * in_pool + 7 * 2 * among_last) * devices
 
 
 def test_a_pool_stays_full():

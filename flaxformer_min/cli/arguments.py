@@ -103,7 +103,8 @@ def _add_translate(commands: Any) -> None:
     _add_sampling(parser)
     _add_device(parser)
     add("--verbose", action="store_true",
-        help="print speed and compilations on stderr at the end (default: warnings only)")
+        help="print speed, compilations and what the search computed on stderr at the end "
+        "(default: warnings only)")
 
 
 def _add_score(commands: Any) -> None:

@@ -90,6 +90,7 @@ def _print_speed(translator: Any, speed: Speed) -> None:
     print(
         f"{speed}\nsources are padded to {lengths} tokens and pools to "
         f"{rows} sentences on each device\n"
-        f"{usage.steps:,} steps; {usage.share:.0%} of the hypotheses computed were needed",
+        f"{usage.steps:,} steps; {usage.share:.0%} of the hypotheses computed were needed; "
+        f"{usage.cache_bytes / 1e9:,.2f} GB of caches read",
         file=sys.stderr,
     )

@@ -24,19 +24,25 @@ from flaxformer_min.decoding.shapes import WIDEST, bucket, last_shape, most_last
 class Usage:
     """What searches have computed: one lane is one hypothesis of one sentence.
 
-    steps:    of pools.
-    computed: lanes in all steps.
-    needed:   lanes with a hypothesis that was alive.
+    steps:       of pools.
+    computed:    lanes in all steps.
+    needed:      lanes with a hypothesis that was alive.
+    cache_bytes: read in all steps. A step reads the caches of its pool as a whole: of the source
+                 and of the tokens so far, entries that are masked included.
     """
 
     steps: int = 0
     computed: int = 0
     needed: int = 0
+    cache_bytes: int = 0
 
-    def add_steps(self, report: Report) -> None:
+    def add_steps(self, report: Report, pool: Pool) -> None:
         """Count the steps that the pool took on each device."""
-        self.steps += int(report.steps.sum())
+        steps, devices = int(report.steps.sum()), report.steps.size
+        self.steps += steps
         self.computed += int(report.computed.sum())
+        caches = sum(leaf.nbytes for leaf in jax.tree.leaves(pool.state.cache))
+        self.cache_bytes += steps * caches // devices
 
     @property
     def share(self) -> float:
@@ -279,7 +285,7 @@ class Lanes:
         """Return lines that are done and their hypotheses; those that outgrew the pool pause."""
         done, batch, not_joined = [], [], []
         usage = self.job.runner.usage
-        usage.add_steps(report)
+        usage.add_steps(report, self.pool)
         for device, (old, new) in enumerate(zip(self.lines, self.joining, strict=True)):
             lines = dict(enumerate(old)) | dict(enumerate(new, start=self.shape.slots))
             outcome = jax.tree.map(lambda array, device=device: array[device], report.outcome)
