@@ -175,8 +175,8 @@ def schedule(monkeypatch):
     shapes, paused, most = [], set(), [0]
     pause = scheduling.Lanes._pause
 
-    def see(_, shape, resumed, arrays):
-        if len(arrays) == 1:
+    def see(_, shape, resumed, sizes, arrays):
+        if len(sizes) == 1:
             shapes.append(shape)
 
     def pausing(self, device, slots):
@@ -382,8 +382,8 @@ def test_half_of_a_pool_takes_few_slots_in_turn_or_a_third_as_many_as_they_are(
 def test_those_that_wait_for_one_of_the_last_slots_have_as_much_room(monkeypatch):
     rooms = []
 
-    def see(_, shape, resumed, arrays):
-        rooms.append([arrays_of.state.cache[0][1].read.shape[-1] for arrays_of in arrays])
+    def see(_, shape, resumed, sizes, arrays):
+        rooms.append([pool.state.cache[0][1].read.shape[-1] for pool in arrays()])
 
     watch_builds(monkeypatch, see)
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 1}
@@ -410,8 +410,8 @@ def test_sentences_that_paused_go_on_among_the_last_or_after_them_if_these_leave
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
     table, calls = make_table(eos=eos), []
 
-    def see(lanes, shape, resumed, arrays):
-        if len(arrays) > 1:
+    def see(lanes, shape, resumed, sizes, arrays):
+        if len(sizes) > 1:
             alive = sum(line is not None for line in lanes.lines[0])
             calls.append((shape.slots + shape.newcomers, alive, resumed))
 
@@ -496,26 +496,36 @@ def test_an_array_of_a_pool_is_freed_once_its_sentences_have_moved():
         assert [array() is not None for array in alive] == [n >= number for n in range(3)]
 
 
-def test_a_pool_is_freed_before_the_program_of_the_next_is_compiled(monkeypatch):
+def watch_programs(monkeypatch, see):
+    """Call `see` before a program is loaded or compiled."""
+    find_program = BatchRunner._find
+
+    def finding(runner, key):
+        if not runner.has_compiled(key):
+            see()
+        return find_program(runner, key)
+
+    monkeypatch.setattr(BatchRunner, "_find", finding)
+
+
+def test_a_pool_is_freed_before_the_next_program_is_loaded_or_compiled(monkeypatch):
     pool, alive = [], []
-    run, compile_program = scheduling.Lanes.run, BatchRunner._compile
+    run = scheduling.Lanes.run
 
     def running(lanes, launched):
         report = run(lanes, launched)
         pool[:] = [weakref.ref(array) for array in jax.tree.leaves(lanes.pool)]
         return report
 
-    def compiling(runner, *arguments):
-        alive.append([array() is not None for array in pool])
-        return compile_program(runner, *arguments)
-
     monkeypatch.setattr(scheduling.Lanes, "run", running)
-    monkeypatch.setattr(BatchRunner, "_compile", compiling)
-    find(make_table(eos=0.7), make_sources([9] * 20), max_extra_tokens=9)
-    assert alive[0] == []
-    assert len(alive) > 1
-    for arrays in alive[1:]:
-        assert arrays and not any(arrays)
+    watch_programs(monkeypatch, lambda: alive.append([array() is not None for array in pool]))
+    sources = make_sources([*[9] * 20, *[30] * 20])
+    _, runner = find(make_table(eos=0.7), sources, max_extra_tokens=9)
+    assert [key[0] for key in runner._programs].count("run") > 1
+    before_the_first = 0
+    while not alive[before_the_first]:
+        before_the_first += 1
+    assert not any(map(any, alive[before_the_first:]))
 
 
 def test_all_pools_search_while_the_caller_has_what_was_found(monkeypatch):
@@ -551,10 +561,10 @@ def test_a_search_that_fails_as_it_is_launched_raises(monkeypatch):
         find(make_table(eos=0.7), make_sources([9] * 20))
 
 
-def test_no_core_searches_while_a_program_is_compiled(monkeypatch):
+def test_no_core_searches_while_a_program_is_loaded_or_compiled(monkeypatch):
     """So that each has left the pool that it outgrew."""
     searching, seen = [], []
-    run, compile_program = scheduling.Lanes.run, BatchRunner._compile
+    run = scheduling.Lanes.run
 
     def running(lanes, launched):
         searching.append(lanes)
@@ -563,12 +573,8 @@ def test_no_core_searches_while_a_program_is_compiled(monkeypatch):
         searching.remove(lanes)
         return report
 
-    def compiling(runner, *arguments):
-        seen.append(len(searching))
-        return compile_program(runner, *arguments)
-
     monkeypatch.setattr(scheduling.Lanes, "run", running)
-    monkeypatch.setattr(BatchRunner, "_compile", compiling)
+    watch_programs(monkeypatch, lambda: seen.append(len(searching)))
     sources = make_sources([*[9] * 21, *[40] * 12])
     find(make_table(eos=0.7), sources, cores=2, max_extra_tokens=9)
     assert len(seen) > 2

@@ -71,8 +71,10 @@ class Lanes:
         self.paused: dict[int, Paused] = {}
         self.shape: PoolShape | None = None
         self.ending: PoolShape | None = None  # of the `run` whose last sentences go on
-        # What the next `run` makes its pools by; until then `pool` has shapes and types alone.
-        self.moving: list[Callable[[], Pool]] = []
+        # Who moves to each of the pools that are made next, and their shapes and types.
+        self.groups: list[list[list[Rows]]] = []
+        self.arrays: Callable[[], Sequence[Pool]] = tuple
+        self.moving: list[Callable[[], Pool]] = []  # what `run` makes them by
         self.lines: list[list[int | None]] = [[] for _ in job.runner.devices]
 
     def admit(self) -> bool:
@@ -132,8 +134,7 @@ class Lanes:
         self.arguments = self.job.newcomers(self.joining, shape), least_idle
         begin = runner.begin(rules, shape)
         program = partial(run, runner.models, begin=begin, rules=rules, shape=shape)
-        arrays = self.pool, *self.arguments
-        self._wanted = ("run", rules, shape), program, *arrays
+        self._wanted = ("run", rules, shape), program
 
     def _most_last(self, alive: list[int]) -> int:
         """Return how many may be alive for `finish`; -1 while others may follow them."""
@@ -161,13 +162,14 @@ class Lanes:
         capacity = bucket(room, (*rooms(old.steps, rules), room))
         shape = last_shape(old, capacity, runner.suits_few(), rules.beam_size)
         arrays = runner.last_arrays(rules, shape, self.pool)
-        self._build(shape, resumed, arrays)
+        sizes = [each.paused.shape[1] for each in arrays]
+        self._build(shape, resumed, sizes, lambda: arrays)
         rows, self.lines = self.lines, [each[: shape.slots] for each in self.lines]
         # Those alive are the first in the rows.
         self.joining = [[line for line in each[shape.slots :] if line is not None] for each in rows]
         self.arguments = ()
         program = partial(finish, runner.models, rules=rules, shape=shape)
-        self._wanted = ("finish", rules, shape), program, *arrays
+        self._wanted = ("finish", rules, shape), program
 
     def _least_idle(self, alive: list[int]) -> int:
         """Return how many slots must be idle before more newcomers come, or another shape."""
@@ -199,7 +201,7 @@ class Lanes:
             shape = self.shape
         resumed = [line for line in self.paused if self._can_resume(line, shape)]
         if shape != self.shape or (resumed and self._fullest() < shape.slots):
-            self._build(shape, resumed, [self.job.pool_arrays(shape)])
+            self._build(shape, resumed, [shape.slots], lambda: [self.job.pool_arrays(shape)])
 
     def _can_resume(self, line: int, shape: PoolShape) -> bool:
         """Return whether a line that pauses can go on in a pool of this shape."""
@@ -230,12 +232,18 @@ class Lanes:
         """Return the most sentences that are alive on one device."""
         return max((sum(line is not None for line in slots) for slots in self.lines), default=0)
 
-    def _build(self, shape: PoolShape, resumed: list[int], arrays: Sequence[Pool]) -> None:
+    def _build(
+        self,
+        shape: PoolShape,
+        resumed: list[int],
+        sizes: list[int],
+        arrays: Callable[[], Sequence[Pool]],
+    ) -> None:
         """Let `run` make a pool of this shape, of the sentences alive and of those resumed.
 
-        arrays: shapes and types of the devices' pools, and of others for those that have no slot.
+        sizes:  of the devices' pools, and of others for those that have no slot.
+        arrays: returns shapes and types of these. It may load a program, so no sooner than needed.
         """
-        sizes = [each.paused.shape[1] for each in arrays]
         lines = [[line for line in slots if line is not None] for slots in self.lines]
         moving: list[list[Any]] = [
             [slot for slot, line in enumerate(slots) if line is not None] for slots in self.lines
@@ -245,12 +253,13 @@ class Lanes:
             if len(lines[device]) < sum(sizes):
                 lines[device].append(line)
                 moving[device].append(self.paused.pop(line).rows)
-        self.moving = []
-        for pool, size in zip(arrays, sizes, strict=True):
-            groups = [self._rows(device, each[:size]) for device, each in enumerate(moving)]
-            self.moving.append(arrangement(groups, pool, self.job.runner))
+        self.groups, self.arrays = [], arrays
+        for size in sizes:
+            self.groups.append(
+                [self._rows(device, each[:size]) for device, each in enumerate(moving)]
+            )
             moving = [each[size:] for each in moving]
-        self.pool = arrays[0]
+        self.pool = None  # its memory is free before that
         self.lines = [each + [None] * (sum(sizes) - len(each)) for each in lines]
         self.shape = shape
 
@@ -266,7 +275,12 @@ class Lanes:
 
     def compile(self) -> None:
         """Get that program. In one thread, so that none is compiled twice."""
-        self.program = self.job.runner.compiled(*self._wanted, donate=(1,))
+        runner = self.job.runner
+        pools = self.arrays() if self.groups else [self.pool]
+        self.program = runner.compiled(*self._wanted, *pools, *self.arguments, donate=(1,))
+        moves = zip(self.groups, pools, strict=False)  # none if the pool stays
+        self.moving = [arrangement(groups, pool, runner) for groups, pool in moves]
+        self.groups = []
 
     def run(self, launched: Event) -> Report:
         """Search until the newcomers have joined and some sentences, or most or all, are done.
