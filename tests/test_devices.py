@@ -247,6 +247,47 @@ def test_four_threads_share_as_many_heaps_as_there_may_be(heaps, tmp_path):
     assert report.read_text().count("<heap nr=") == heaps
 
 
+RETURNED = """
+import ctypes, mmap, threading
+from flaxformer_min.runtime.memory import returning_freed_memory, tune_malloc
+tune_malloc(heaps=2)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def free_between_others():
+    blocks = [libc.malloc(1 << 20) for _ in range(40)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 20)
+    for block in blocks[:-1]:
+        libc.free(block)
+
+def in_a_thread():
+    thread = threading.Thread(target=free_between_others)
+    thread.start()
+    thread.join()
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE / 2**20
+
+in_a_thread()
+before = resident()
+with returning_freed_memory():
+    inside = resident()
+    in_a_thread()
+    at_the_end = resident()
+print(before - inside > 30, at_the_end - inside > 30, resident() - inside < 10)
+"""
+
+
+@NEEDS_GLIBC
+def test_freed_memory_is_returned_before_and_after_what_takes_much_for_a_moment():
+    """In the heap of another thread, below a block that is in use."""
+    done = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True)
+    assert done.stdout == "True True True\n", done.stderr
+
+
 @pytest.mark.parametrize(
     "device, platform, dtype",
     [

@@ -51,6 +51,7 @@ from flaxformer_min.decoding.shapes import (
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.executables import ExecutableCache
+from flaxformer_min.runtime.memory import returning_freed_memory
 from flaxformer_min.runtime.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
@@ -329,15 +330,16 @@ class BatchRunner:
     def _compile(
         self, key: Any, program: Callable, trees: Sequence[Any], donate: tuple
     ) -> Callable:
-        with _explain_mismatch():
+        with returning_freed_memory(), _explain_mismatch():
             # The function itself is freed before the program is compiled.
             lowered = on_each_device(program, self.devices, len(trees), donate).lower(
                 self.params, *trees
             )
         options = compiler_options(self.cores)
-        if self._executables is None:
-            return lowered.compile(options)
-        return self._executables.compile(self._key_on_disk(key), lowered, options)
+        with returning_freed_memory():
+            if self._executables is None:
+                return lowered.compile(options)
+            return self._executables.compile(self._key_on_disk(key), lowered, options)
 
 
 def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:

@@ -25,6 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.runtime.memory import returning_freed_memory
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -76,8 +77,10 @@ class ExecutableCache:
         """Return the program of a key, which tells all that the program depends on; or None."""
         path = self._path(key)
         try:
-            program = pickle.loads(zlib.decompress(path.read_bytes()))
-            return deserialize_and_load(*program, execution_devices=self.devices)
+            stored = path.read_bytes()
+            with returning_freed_memory():
+                program = pickle.loads(zlib.decompress(stored))
+                return deserialize_and_load(*program, execution_devices=self.devices)
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever is wrong with it, it will be replaced

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 
@@ -24,14 +25,38 @@ def tune_malloc(heaps: int = 1) -> None:
            smaller blocks, and cores that search wait less for each other with a heap for each.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + "".join(os.environ)
-    if "glibc.malloc" in chosen or "MALLOC_" in chosen or not hasattr(os, "confstr"):
+    if "glibc.malloc" in chosen or "MALLOC_" in chosen or (glibc := _glibc()) is None:
         return
+    glibc.mallopt(M_ARENA_MAX, heaps)
+    glibc.mallopt(M_MMAP_MAX, 0)
+    glibc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+@contextlib.contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Return freed memory to the system before and after the body, which takes much for a moment.
+
+    For a process that keeps it, as with `tune_malloc`, the peak is lower then: what is free in
+    pieces, or in the heap of another thread, would not serve the body. Has no effect with another
+    C library than glibc.
+    """
+    glibc = _glibc()
+    try:
+        if glibc is not None:
+            glibc.malloc_trim(0)
+        yield
+    finally:
+        if glibc is not None:
+            glibc.malloc_trim(0)
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library of this process if it is glibc."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(M_ARENA_MAX, heaps)
-            mallopt(M_MMAP_MAX, 0)
-            mallopt(M_TRIM_THRESHOLD, -1)
+            return ctypes.CDLL(None)
+    return None
 
 
 def is_out_of_memory(error: Exception) -> bool:
