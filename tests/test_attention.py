@@ -221,9 +221,10 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     assert requested == ["cudnn" if supported else "xla"]
 
 
-def test_stored_keys_and_values_are_at_each_sentences_own_entries():
+@pytest.mark.parametrize("queries", [1, 2])
+def test_stored_keys_and_values_are_at_each_sentences_own_entries(queries):
     """The others do not change, nor when it is resized."""
-    empty = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2)
+    empty = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2).suited_to(queries)
     new = KeyValue.of(jnp.ones((2, 1, 2, 3)), jnp.full((2, 1, 2, 3), 7.0))
     after = empty.store(new, jnp.array([[2, 4], [1, 0]]))
     expected = np.array([[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
@@ -231,9 +232,23 @@ def test_stored_keys_and_values_are_at_each_sentences_own_entries():
     assert_array_equal(np.asarray(after.values)[:, 0, :, 2], 7 * expected)
     for size in (3, 7):
         resized = after.resize(size)
+        assert type(resized) is type(empty)
         cut = np.pad(expected, ((0, 0), (0, 2)))[:, :size]
         assert_array_equal(np.asarray(resized.keys)[:, 0, :, 0], cut)
         assert_array_equal(np.asarray(resized.values)[:, 0, :, 2], 7 * cut)
+
+
+@pytest.mark.parametrize(
+    "platform, queries, shape",
+    [("cpu", 1, (2, 3, 5, 4)), ("cpu", 2, (2, 3, 4, 5)), ("tpu", 1, (2, 3, 4, 5))],
+)
+def test_only_for_one_query_on_a_cpu_keys_are_stored_as_values_are(platform, queries, shape):
+    keys, values = (np.random.default_rng(n).normal(size=(2, 3, 5, 4)) for n in (0, 1))
+    with compiling_for([SimpleNamespace(platform=platform)]):
+        suited = KeyValue.of(jnp.asarray(keys), jnp.asarray(values)).suited_to(queries)
+    assert suited.stored_keys.shape == shape
+    for found, given in ((suited.keys, keys), (suited.values, values)):
+        assert_array_equal(found, np.float32(given))
 
 
 MASKS = {

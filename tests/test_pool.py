@@ -858,7 +858,9 @@ def test_newcomers_are_encoded_at_the_narrow_width_if_all_fit(longest, width, mo
     state = jax.jit(begin_pool)([params["params"]], newcomers)
     jax.effects_barrier()
     assert widths == [width]
-    ((cross, _),) = state.cache
+    ((cross, cache),) = state.cache
+    for layer in (*cross.keys_values, *cache.self_attention_kv):
+        assert layer.stored_keys.shape == layer.values.shape  # as suits one hypothesis on a CPU
     is_token = np.asarray(tokens.segments)[:, None, :, None] > 0
     np.testing.assert_array_equal(cross.segments, tokens.segments)
     for layer, of_layer in zip(cross.keys_values, expected.keys_values, strict=True):

@@ -119,9 +119,10 @@ def begin(
     caches, log_probs = [], []
     for model, weights in zip(models, params, strict=True):
         apply = partial(model.apply, {"params": weights})
-        # A model of one's own may return what has no `resize`.
-        narrow = shape.narrow if type(model) is Transformer else 0
-        cross = _encoded(apply, newcomers.source, narrow)
+        # A model of one's own may return what has neither `resize` nor `suited_to`.
+        is_own = type(model) is not Transformer
+        cross = _encoded(apply, newcomers.source, 0 if is_own else shape.narrow)
+        cross = cross if is_own else cross.suited_to(rules.beam_size)
         cache, of_prefix = apply(cross, rules.beam_size, 1, prefix, method="prefill")
         caches.append((cross, cache))
         log_probs.append(of_prefix)

@@ -28,6 +28,11 @@ class CrossAttentionCache(NamedTuple):
         resized = tuple(layer.resize(source) for layer in self.keys_values)
         return CrossAttentionCache(resize_axis(self.segments, source, axis=1), resized)
 
+    def suited_to(self, beam_size: int) -> "CrossAttentionCache":
+        """Return the cache as this platform reads it fastest for so many hypotheses."""
+        layers = tuple(layer.suited_to(beam_size) for layer in self.keys_values)
+        return self._replace(keys_values=layers)
+
 
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.

@@ -134,6 +134,7 @@ class Transformer(nn.Module):
             of_all = jax.nn.log_softmax(self.logits(x))
             log_probs = jnp.take_along_axis(of_all, prefix[:, :, None], axis=-1)[:, :, 0]
             log_probs = jnp.where(tokens.segments > 0, log_probs, 0.0)
+        prefix_kv = tuple(layer.suited_to(beam_size) for layer in prefix_kv)
         visible = jnp.broadcast_to(
             tokens.segments[:, None] > 0, (batch, beam_size, prefix.shape[1])
         )
