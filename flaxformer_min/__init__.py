@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flaxformer_min.experiment.run import TrainResult, train
     from flaxformer_min.interop import export, import_model
     from flaxformer_min.model.attention import (
-        KeyValue,
         attention_weights,
         batched_scaled_dot_product_attention,
         scaled_dot_product_attention,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from flaxformer_min.model.decoder import Decoder, DecoderLayer
     from flaxformer_min.model.encoder import Encoder, EncoderLayer
     from flaxformer_min.model.feed_forward import FeedForward
+    from flaxformer_min.model.key_value import KeyValue
     from flaxformer_min.model.masks import look_ahead_mask, padding_mask, segment_mask
     from flaxformer_min.model.multi_head_attention import MultiHeadAttention
     from flaxformer_min.model.positions import sinusoidal_encoding
@@ -43,7 +43,7 @@ _MODULE_OF = {
     "Encoder": "model.encoder",
     "EncoderLayer": "model.encoder",
     "FeedForward": "model.feed_forward",
-    "KeyValue": "model.attention",
+    "KeyValue": "model.key_value",
     "ModelConfig": "config",
     "MultiHeadAttention": "model.multi_head_attention",
     "RunFolder": "runs.folder",

@@ -14,7 +14,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model import attention
 from flaxformer_min.model.attention import (
-    KeyValue,
     attention_by_blocks,
     attention_weights,
     batched_attention_weights,
@@ -23,8 +22,9 @@ from flaxformer_min.model.attention import (
     fused_attention,
     scaled_dot_product_attention,
 )
+from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.model.target import compiling_for, store_at
 
 BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
 
@@ -337,5 +337,5 @@ def test_each_sentence_stores_at_its_own_entries(platform):
     arrays = [jnp.asarray(each) for each in (stored, new, entries)]
     swapped = [*(each.swapaxes(2, 3) for each in arrays[:2]), arrays[2]]
     with compiling_for([SimpleNamespace(platform=platform)]):
-        assert_array_equal(attention.store_at(*arrays, axis=2), expected)
-        assert_array_equal(attention.store_at(*swapped, axis=1), expected.swapaxes(2, 3))
+        assert_array_equal(store_at(*arrays, axis=2), expected)
+        assert_array_equal(store_at(*swapped, axis=1), expected.swapaxes(2, 3))

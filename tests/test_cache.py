@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.cache import Cache, free_entries
+from flaxformer_min.model.key_value import KeyValue
 
 BATCH, BEAM = 3, 3
 

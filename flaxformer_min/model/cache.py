@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from flaxformer_min.model.attention import KeyValue, resize_axis
+from flaxformer_min.model.key_value import KeyValue, resize_axis
 
 
 class CrossAttentionCache(NamedTuple):

@@ -5,8 +5,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.add_and_norm import AddAndNorm, LayerNorm
-from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.feed_forward import FeedForward
+from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention, keys_values_of
 from flaxformer_min.model.recomputation import recomputed
 from flaxformer_min.model.target import compute_dtype

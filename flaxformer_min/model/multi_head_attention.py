@@ -8,13 +8,13 @@ from jaxtyping import Array, Bool, Float
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.attention import (
     BLOCK,
-    KeyValue,
     attention_by_blocks,
     batched_attention_weights,
     batched_weighted_sum,
     fused_attention,
 )
 from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.linear import Linear, project_from_heads, project_to_heads
 from flaxformer_min.model.masks import check_mask
 from flaxformer_min.model.target import compute_dtype

@@ -29,11 +29,11 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.attention import KeyValue
 from flaxformer_min.model.cache import Cache, CrossAttentionCache
 from flaxformer_min.model.decoder import Decoder
 from flaxformer_min.model.embedding import Embedding, OutputProjection
 from flaxformer_min.model.encoder import Encoder
+from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.parameters import for_tokens, parameter
