@@ -203,7 +203,7 @@ def ours(
     translator = Translator([model], [params], tokenizers, decoding)
     translator.runner = Checked(translator.models, [params], batch_size)
 
-    def run() -> dict[str, float]:
+    def run() -> dict[str, Any]:
         search = partial(translator.translate, lines, beam_size=beam, min_length=1 << 20)
         measured = searched(translator, search)
         return measured | {"tokens_per_second": sum(lengths) / measured["seconds"]}

@@ -19,6 +19,8 @@ class KeyValue(NamedTuple):
     stored_keys: Float[Array, "batch heads d_k positions"]
     values: Float[Array, "batch heads positions d_k"]
 
+    POSITIONS = 3  # the axis of the stored keys that they have
+
     @classmethod
     def of(
         cls,
@@ -26,12 +28,12 @@ class KeyValue(NamedTuple):
         values: Float[Array, "batch heads positions d_k"],
     ) -> "KeyValue":
         """Build from keys and values of the same layout."""
-        return cls(keys.swapaxes(2, 3), values)
+        return cls(keys.swapaxes(2, cls.POSITIONS), values)
 
     @property
     def keys(self) -> Float[Array, "batch heads positions d_k"]:
         """Return the keys in the layout of the values."""
-        return self.stored_keys.swapaxes(2, 3)
+        return self.stored_keys.swapaxes(2, self.POSITIONS)
 
     def suited_to(self, queries: int) -> "KeyValue":
         """Return them as this platform reads them fastest for so many queries at once."""
@@ -46,16 +48,17 @@ class KeyValue(NamedTuple):
         >>> empty.resize(3).store(new, jnp.array([[2, 0]])).values.ravel().tolist()
         [1.0, 0.0, 1.0]
         """
-        return KeyValue(
-            store_at(self.stored_keys, new.stored_keys, entries, axis=2),
-            store_at(self.values, new.values, entries, axis=1),
+        keys = new.keys.swapaxes(2, self.POSITIONS)
+        return self._replace(
+            stored_keys=store_at(self.stored_keys, keys, entries, axis=self.POSITIONS - 1),
+            values=store_at(self.values, new.values, entries, axis=1),
         )
 
     def resize(self, positions: int) -> "KeyValue":
         """Return the first `positions`, after which zeros follow if there are fewer."""
-        return KeyValue(
-            resize_axis(self.stored_keys, positions, axis=3),
-            resize_axis(self.values, positions, axis=2),
+        return self._replace(
+            stored_keys=resize_axis(self.stored_keys, positions, axis=self.POSITIONS),
+            values=resize_axis(self.values, positions, axis=2),
         )
 
 
@@ -68,31 +71,7 @@ class KeyValueOfOneQuery(KeyValue):
 
     __slots__ = ()
 
-    @classmethod
-    def of(
-        cls,
-        keys: Float[Array, "batch heads positions d_k"],
-        values: Float[Array, "batch heads positions d_k"],
-    ) -> "KeyValueOfOneQuery":
-        """Build from keys and values of the same layout."""
-        return cls(keys, values)
-
-    @property
-    def keys(self) -> Float[Array, "batch heads positions d_k"]:
-        """Return the keys."""
-        return self.stored_keys
-
-    def store(self, new: KeyValue, entries: Int[Array, "batch new"]) -> "KeyValueOfOneQuery":
-        """Return a copy with `new` of each sentence stored at positions of its own."""
-        return KeyValueOfOneQuery(
-            store_at(self.stored_keys, new.keys, entries, axis=1),
-            store_at(self.values, new.values, entries, axis=1),
-        )
-
-    def resize(self, positions: int) -> "KeyValueOfOneQuery":
-        """Return the first `positions`, after which zeros follow if there are fewer."""
-        resized = (resize_axis(array, positions, axis=2) for array in self)
-        return KeyValueOfOneQuery(*resized)
+    POSITIONS = 2
 
 
 def resize_axis(x: Array, size: int, axis: int) -> Array:
