@@ -645,6 +645,17 @@ def test_one_long_sentence_has_a_pool_of_its_own():
     assert {(shape.slots, shape.width) for shape in shapes} == {(1, 128), (8, 24)}
 
 
+def test_a_long_sentence_has_a_pool_of_its_own_though_short_ones_pause(schedule):
+    """They cannot go on in its width, more than four times their own, so it needs no slot more."""
+    shapes, paused, _ = schedule
+    sources, table = make_sources([*[9] * 30, 200]), make_table(eos=-1.0)
+    found, _ = find(table, sources, None, beam_size=1, max_extra_tokens=90, early_stopping=True)
+    assert {shape.slots for shape in shapes if shape.width > 24} == {1}
+    assert len(paused) > 1
+    settings = {"beam_size": 1, "n_best": 1, "enough": 1}
+    expect_as_alone(found, table, sources, extra=90, **settings)
+
+
 def test_a_few_short_sentences_need_no_room_for_a_long_one_behind_them():
     """It comes when they are done, in a pool of its own."""
     sources = make_sources([9, 500, 11])

@@ -215,7 +215,7 @@ class Lanes:
         if fullest:
             width = max(width, self.shape.width)
         quarter = runner.most_sentences() // 4
-        fitting = [line for line in (*self.waiting, *self.paused) if self.job.width(line) <= width]
+        fitting = [line for line in (*self.waiting, *self.paused) if self._suits(width, line)]
         least = max(fullest, quarter) if fullest else 0
         shape = runner.shape(job, width, len(fitting) + len(alive), least)
         room = self.shape.capacity if fullest else 0
