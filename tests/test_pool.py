@@ -846,6 +846,15 @@ def test_newcomers_are_begun_a_part_at_a_time_as_they_join(monkeypatch):
     expect_as_alone(found, table, sources, extra=60, beam_size=2, n_best=1)
 
 
+@pytest.mark.parametrize(
+    "slots, newcomers, part",
+    [(256, 256, 64), (64, 256, 16), (16, 64, 16), (8, 32, 8), (8, 8, 8), (4, 16, 8), (1, 1, 1)],
+    ids=["an accelerator", "a small cache", "a large one", "long", "few", "fewer", "one"],
+)
+def test_a_quarter_of_a_pool_is_begun_at_once_or_16(slots, newcomers, part):
+    assert PoolShape(slots, newcomers, 24, 48, 74).part == part
+
+
 @pytest.mark.parametrize("longest, width", [(16, 16), (17, 24)])
 def test_newcomers_are_encoded_at_the_narrow_width_if_all_fit(longest, width, monkeypatch):
     """What cross-attention reads has the width of the pool either way."""

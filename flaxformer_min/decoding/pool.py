@@ -45,8 +45,12 @@ class PoolShape:
 
     @property
     def part(self) -> int:
-        """How many newcomers are begun at once, as the first of them joins."""
-        part = max(self.newcomers // 4, 8)
+        """How many newcomers are begun at once, as the first of them joins.
+
+        A quarter of a pool: on an accelerator few take as long as many. Small pools of a CPU have
+        several times as many newcomers, of whom 16 at once need less padding and memory.
+        """
+        part = min(max(self.newcomers // 4, 8), max(self.slots // 4, 16))
         return part if self.newcomers % part == 0 else self.newcomers
 
 
