@@ -206,8 +206,11 @@ def searched(translator: Any, search: Callable[[], Any]) -> dict[str, Any]:
 
 
 def fastest(tried: Sequence[Contender]) -> Contender:
-    """Return the fastest of these in one round, without that run; the others end."""
-    alternate(tried, 1)
+    """Return the fastest of these, without its runs so far; the others end.
+
+    By the median of three rounds, because a single one would choose by noise.
+    """
+    alternate(tried, 3)
     best, *slower = sorted(tried, key=lambda contender: contender.median("seconds"))
     for contender in slower:
         contender.close()
