@@ -48,10 +48,10 @@ class KeyValue(NamedTuple):
         >>> empty.resize(3).store(new, jnp.array([[2, 0]])).values.ravel().tolist()
         [1.0, 0.0, 1.0]
         """
-        keys = new.keys.swapaxes(2, self.POSITIONS)
+        new = self.of(new.keys, new.values)
+        keys = store_at(self.stored_keys, new.stored_keys, entries, axis=self.POSITIONS - 1)
         return self._replace(
-            stored_keys=store_at(self.stored_keys, keys, entries, axis=self.POSITIONS - 1),
-            values=store_at(self.values, new.values, entries, axis=1),
+            stored_keys=keys, values=store_at(self.values, new.values, entries, axis=1)
         )
 
     def resize(self, positions: int) -> "KeyValue":
