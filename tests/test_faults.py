@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 import urllib.error
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -645,6 +647,19 @@ def test_a_gzip_bomb_is_not_read_to_its_end(tmp_path):
     (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(bytes(10**8), 9))
     with pytest.raises(ValueError, match="becomes more than 100 times as large"):
         read_pairs(f"text:{tmp_path}", "train")
+
+
+def test_reading_a_gzip_file_takes_no_more_memory_than_its_text(tmp_path):
+    """Not as much as the limit allows, which a system may refuse to allocate."""
+    content = random.Random(0).randbytes(2_000_000).hex().encode()
+    (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(b"a\t" + content, 1))
+    tracemalloc.start()
+    try:
+        pairs = read_pairs(f"text:{tmp_path}", "train", "en-de")
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(content)
+    finally:
+        tracemalloc.stop()
+    assert pairs[0] == ("a", content.decode())
 
 
 def test_text_that_repeats_itself_is_no_bomb(tmp_path):

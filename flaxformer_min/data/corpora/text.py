@@ -3,6 +3,7 @@
 import functools
 import gzip
 import hashlib
+import io
 import mmap
 import os
 import zlib
@@ -164,14 +165,15 @@ class _Lines:
 
 
 def _decompress(file: BinaryIO, path: Path, limit: int) -> bytes:
-    with gzip.open(file) as opened:
-        content = opened.read(limit)
-        if opened.read(1):
-            raise ValueError(
-                f"{path} must be compressed text; it becomes more than {MOST_EXPANSION} times as "
-                "large. If it is, decompress it yourself."
-            )
-    return content
+    with gzip.open(file) as opened, io.BytesIO() as content:
+        while part := opened.read(SMALL):  # to read up to the limit would allocate it at once
+            content.write(part)
+            if content.tell() > limit:
+                raise ValueError(
+                    f"{path} must be compressed text; it becomes more than {MOST_EXPANSION} times "
+                    "as large. If it is, decompress it yourself."
+                )
+        return content.getvalue()
 
 
 class _PairOfFiles(Pairs):
