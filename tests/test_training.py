@@ -328,6 +328,16 @@ def test_the_rate_after_a_skipped_step_is_that_of_the_next_step(learner):
     assert max(jax.tree.leaves(changes)) == pytest.approx(rate, rel=1e-3)
 
 
+def test_the_random_generator_of_a_run_is_not_the_choice_of_the_process(learner):
+    """Checkpoints hold its key, so a run could not be continued with another."""
+    with jax.default_prng_impl("rbg"):
+        state = init_state(learner.model, learner.config)
+    assert jax.random.key_impl(state.key) == "threefry2x32"
+    np.testing.assert_array_equal(
+        jax.random.key_data(state.key), jax.random.key_data(learner.state().key)
+    )
+
+
 def test_the_operation_that_produced_the_first_infinity_is_named_with_its_line(learner):
     """Embeddings of 1e20 are finite; their products in the first attention are not.
 

@@ -26,6 +26,10 @@ from flaxformer_min.training.schedule import learning_rate
 Params = Any
 Metrics = dict[str, Float[Array, ""]]
 
+GENERATOR = "threefry2x32"
+"""The random generator of a run, whatever jax's default is: another may draw differently for a row
+alone and in a batch, and its keys do not fit in the checkpoints of runs that have begun."""
+
 
 class TrainState(NamedTuple):
     """The state of training, replicated on all devices but for `opt_state`.
@@ -68,7 +72,7 @@ def initial_state(
 ) -> TrainState:
     """Return the state before the first step, for `local` ones of so many devices."""
     tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
-    params_key, key = jax.random.split(jax.random.key(seed))
+    params_key, key = jax.random.split(jax.random.key(seed, impl=GENERATOR))
     params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
     of_device = make_optimizer(config.training).init(shares.like_shares(params, devices))
     opt_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (local, *x.shape)), of_device)
