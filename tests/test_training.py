@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -354,6 +355,19 @@ def test_the_operation_that_produced_the_first_infinity_is_named_with_its_line(l
     )
     with pytest.raises(RuntimeError, match=named):
         step(state._replace(params=params), two_rows())
+
+
+def log_of_negative(logits, label):
+    return jnp.log(jax.nn.log_softmax(logits)[label])
+
+
+def test_the_line_of_a_loss_of_ones_own_is_named(learner):
+    """It runs inside a loop, over the chunks of the tokens."""
+    line = inspect.getsourcelines(log_of_negative)[1] + 1
+    found = find_not_finite(
+        learner.model, learner.config.training, learner.state(), two_rows(), log_of_negative
+    )
+    assert re.match(rf"log produced the first NaN, .*, at {__file__}:{line}, in", found), found
 
 
 def test_a_parameter_that_is_not_finite_is_named(learner):

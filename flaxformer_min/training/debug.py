@@ -1,11 +1,14 @@
 """Search for the operation that produced the first NaN or infinity."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
+import jaxtyping
 from flax import linen as nn
 from jax.extend import core
 
@@ -73,7 +76,8 @@ def find_not_finite(
         def gradients(params: Any, part: Batch = part, random: Any = random) -> Any:
             return gradient_sums(model, params, part, random, config, token_loss)
 
-        program = jax.make_jaxpr(gradients)(state.params)
+        with jax.disable_jit():  # then a loop over chunks of tokens is traced as its iterations
+            program = jax.make_jaxpr(gradients)(state.params)
         try:
             _run(program.jaxpr, program.consts, jax.tree.leaves(state.params))
         except NotFinite as found:
@@ -120,17 +124,23 @@ def _finite(array: Any) -> bool:
     return not _is_real(array) or bool(jnp.isfinite(array).all())
 
 
+def _is_of_library(file: str) -> bool:
+    """Return whether a frame is of jax, Flax or the like, or of this search."""
+    if file in (__file__, contextlib.__file__):
+        return True
+    libraries = (Path(module.__file__).parent for module in (jax, flax, jaxtyping))
+    return any(map(Path(file).is_relative_to, libraries))
+
+
 def _describe(operation: core.JaxprEqn, given: list, made: list, scope: str) -> str:
     bad = "NaN" if any(_is_real(array) and jnp.isnan(array).any() for array in made) else "infinity"
     largest = max((float(jnp.abs(each).max()) for each in given if _is_real(each)), default=0.0)
     text = f"{operation.primitive.name} produced the first {bad}, from numbers up to {largest:.3g}"
-    ours = [
-        frame
-        for frame in operation.source_info.traceback.frames
-        if Path(frame.file_name).is_relative_to(PACKAGE) and frame.file_name != __file__
-    ]
+    frames = operation.source_info.traceback.frames
+    ours = [frame for frame in frames if not _is_of_library(frame.file_name)]
     if ours:
-        where = Path(ours[0].file_name).relative_to(PACKAGE.parent)
+        file = Path(ours[0].file_name)
+        where = file.relative_to(PACKAGE.parent) if file.is_relative_to(PACKAGE) else file
         text += f", at {where}:{ours[0].line_num}"
     return f"{text}, in {scope}"
 
