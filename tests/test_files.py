@@ -76,6 +76,16 @@ def test_only_what_a_cache_abandoned_is_removed_whatever_its_name(
     assert set(os.listdir(tmp_path)) == left
 
 
+def test_a_folder_whose_files_still_grow_is_not_abandoned(tmp_path):
+    """Writing for more than a day changes its files, but not the folder."""
+    growing = tmp_path / ".other-abc.partial"
+    growing.mkdir()
+    (growing / "source.bin").touch()
+    os.utime(growing, (time.time() - 2 * ABANDONED,) * 2)
+    write(tmp_path / "new", cached=True)
+    assert growing.exists()
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
 def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
     """A private file stays private, also behind a link; a new one is as the umask wants it."""

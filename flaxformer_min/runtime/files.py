@@ -131,7 +131,9 @@ def _remove_abandoned(path: Path, cached: bool) -> None:
     prefix = "." if cached else _scratch_prefix(path)
     for left in path.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
         with contextlib.suppress(OSError):  # its process has just finished it, or another's
-            if time.time() - left.stat().st_mtime > ABANDONED:
+            # A folder itself changes only when files are created in it, not when they grow.
+            changed = max(each.stat().st_mtime for each in (left, *left.glob("*")))
+            if time.time() - changed > ABANDONED:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
