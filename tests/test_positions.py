@@ -154,7 +154,8 @@ def test_a_learned_vector_is_added_to_the_scaled_embedding(learned):
     assert vectors.shape == (12, 8)
     expected = table[[5] * 5] * np.sqrt(8) + vectors[[3, 3, 11, 0, 7]]
     for apply in (model.apply, jax.jit(model.apply, static_argnames="method")):
-        assert_allclose(apply(params, tokens, method=embed)[0], expected, rtol=1e-5, atol=1e-6)
+        for given in (params, jax.device_get(params)):
+            assert_allclose(apply(given, tokens, method=embed)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned):

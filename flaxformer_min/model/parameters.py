@@ -27,7 +27,7 @@ def parameter(
     value = module.get_variable("params", name)
     if jnp.shape(value) != shape:
         raise ScopeParamShapeError(name, module.scope.path_text, jnp.shape(value), shape)
-    return value
+    return jnp.asarray(value)  # outside jit it may be of numpy
 
 
 def vector(
