@@ -669,6 +669,36 @@ def test_text_that_repeats_itself_is_no_bomb(tmp_path):
     assert len(read_pairs(f"text:{tmp_path}", "train", "en-de")) == 10_000
 
 
+@pytest.mark.parametrize("name", ["lr[0.1]", "what?", "x*"])
+def test_a_folder_whose_name_is_a_pattern_is_refused_before_anything_is_written(tmp_path, name):
+    """Orbax finds none of the files of such a checkpoint, and takes it as written all the same."""
+    run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
+    moved = tmp_path / name / "run"
+    moved.parent.mkdir()
+    shutil.copytree(run, moved)
+    before, config = contents(moved), RunFolder(moved).config()
+    with pytest.raises(ValueError, match=r"must not have \*, \? or \[ in it.* got .*/run\."):
+        train(config, moved)
+    with pytest.raises(ValueError, match=r"must not have \*, \? or \[ in it"):
+        RunFolder(moved).keep_average(random_params(config.model), step=7)
+    assert contents(moved) == before
+    assert Translator.load(moved).translate(LINES) == Translator.load(run).translate(LINES)
+
+
+def train_below(workdir):
+    with pytest.raises(ValueError) as raised, RunFolder(workdir).locked():
+        pass
+    return str(raised.value)
+
+
+def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    with RunFolder(tmp_path).locked(), ProcessPoolExecutor(1, context) as pool:
+        said = pool.submit(train_below, tmp_path).result()
+    assert f"process {os.getpid()} trains" in said
+    assert 'a script must call train below `if __name__ == "__main__":`' in said
+
+
 def test_a_finished_run_is_not_shortened(tmp_path):
     run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
     before = contents(run)

@@ -43,6 +43,7 @@ from flaxformer_min.interop.vocabulary import (
 )
 from flaxformer_min.languages import check_languages, join_languages
 from flaxformer_min.model.positions import sinusoidal_encoding
+from flaxformer_min.runs.checkpoint import check_path
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.files import folder_atomically, write_atomically
 
@@ -118,6 +119,7 @@ def read_npz_model(folder: Path) -> MarianModel:
 
 def write_run(marian: MarianModel, run: Path) -> None:
     """Write a run folder that translates with the model: settings, tokenizers and a checkpoint."""
+    check_path(run)
     config = _config(marian)
     params = convert_weights(config.model, marian)
     with folder_atomically(run) as scratch:

@@ -7,6 +7,7 @@ flipped bits without an error.
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import logging
@@ -130,11 +131,12 @@ class Checkpoints:
         """Open `folder`, or create it, and remove what a killed save left.
 
         Kept are the newest checkpoint, the `keep` newest of those due (steps that are multiples of
-        `every`), and the best by its metric.
+        `every`), and the best by its metric. Raises ValueError as `check_path`.
         """
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
+        check_path(folder)
         self.folder = folder
         described = {step: read_description(folder, step) for step in steps_of(folder)}
         self._costs = {step: cost_of(meta) for step, meta in described.items() if meta}
@@ -262,6 +264,24 @@ class Checkpoints:
                 "Earlier ones are intact. Free some space, and start again to continue from the "
                 "newest."
             ) from error
+
+
+def check_path(folder: Path) -> None:
+    """Raise ValueError for a folder in which Orbax would write checkpoints that nobody can read.
+
+    It looks for what it has just written by a pattern made of the path, finds nothing where the
+    path is a pattern itself, and only warns.
+
+    >>> check_path(Path("runs/lr[0.1]"))
+    Traceback (most recent call last):
+    ValueError: the path of a run must not have *, ? or [ in it, ...
+    """
+    path = str(folder.absolute())
+    if glob.escape(path) != path:
+        raise ValueError(
+            "the path of a run must not have *, ? or [ in it, because no checkpoint could be "
+            f"written there; got {path}. Choose another folder, or rename it."
+        )
 
 
 def restore_verified(

@@ -27,7 +27,7 @@ from flaxformer_min.config import DROPOUTS, Config, ModelConfig
 from flaxformer_min.config_fields import differences, differences_of_group
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.checkpoint import Checkpoints, check_path
 from flaxformer_min.runs.description import check_identity, read_description, steps_of
 from flaxformer_min.runs.restore import restore_params
 from flaxformer_min.runtime.devices import replicate
@@ -273,11 +273,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(
-                    "only one process may train a run at a time; process "
-                    f"{file.read(20).strip()} trains {self.path}. End it first, or choose another "
-                    "--workdir."
-                ) from error
+                raise self._trained_by(file.read(20).strip()) from error
             except OSError as error:
                 raise OSError(
                     f"a run needs a folder that can be locked; {self.path}: {error.strerror}. "
@@ -288,6 +284,19 @@ class RunFolder:
             for name in ("config.json", "metrics.jsonl", *TOKENIZER_FILES):
                 remove_partial(self.path / name)  # but no output that others write here
             yield self
+
+    def _trained_by(self, owner: str) -> ValueError:
+        """Return the error that the process of this id trains the run."""
+        advice = "End it first, or choose another --workdir."
+        if owner == str(os.getppid()):
+            advice = (
+                "It started this one, as it does for data.workers: then a script must call train "
+                'below `if __name__ == "__main__":`.'
+            )
+        return ValueError(
+            f"only one process may train a run at a time; process {owner} trains {self.path}. "
+            f"{advice}"
+        )
 
     def _open_lock(self) -> int:
         """Open the lock file, or create it; another file of that name is left as it is."""
@@ -306,6 +315,7 @@ class RunFolder:
 
     def _check_ours(self) -> None:
         """Raise ValueError unless the folder is a run, or can become one."""
+        check_path(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"a run is a folder; {self.path} is a file. Choose another --workdir.")
         names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
