@@ -195,7 +195,7 @@ class ModelConfig:
 class TrainingConfig:
     """The optimizer, its schedule, regularization and checkpoints (sections 5.2-5.4)."""
 
-    steps: int = setting(100_000, at_least=1, may_change=True)
+    steps: int = setting(100_000, at_least=1, less_than=2**31, may_change=True)
     """Number of updates of the parameters."""
 
     warmup_steps: int = setting(4_000, at_least=1)

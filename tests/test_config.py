@@ -153,6 +153,11 @@ REFUSED = [  # and the table of test_bad_input.py
     ),
     (DataConfig, dict(rows_per_batch=0), "data.rows_per_batch must be at least 1; got 0."),
     (TrainingConfig, dict(steps=0), "training.steps must be at least 1; got 0."),
+    (
+        TrainingConfig,
+        dict(steps=2**31),
+        "training.steps must be less than 2147483648; got 2147483648.",
+    ),
     (TrainingConfig, dict(adam_epsilon=0), "training.adam_epsilon must be more than 0; got 0."),
     (TrainingConfig, dict(clip_norm=0.0), "training.clip_norm must be more than 0; got 0.0."),
     (TrainingConfig, dict(seed=-1), "training.seed must be at least 0; got -1."),
