@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import errno
 import gzip
 import importlib.util
 import json
@@ -683,6 +684,19 @@ def test_a_folder_whose_name_is_a_pattern_is_refused_before_anything_is_written(
         RunFolder(moved).keep_average(random_params(config.model), step=7)
     assert contents(moved) == before
     assert Translator.load(moved).translate(LINES) == Translator.load(run).translate(LINES)
+
+
+def test_a_disk_that_is_full_when_a_run_starts_is_named(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(OSError) as raised, RunFolder(tmp_path).locked():
+        pass
+    assert str(raised.value) == (
+        f"a run needs a folder to write in; {tmp_path}: No space left on device. Free some space, "
+        "or choose another --workdir."
+    )
 
 
 def train_below(workdir):

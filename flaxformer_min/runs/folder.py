@@ -279,11 +279,21 @@ class RunFolder:
                     f"a run needs a folder that can be locked; {self.path}: {error.strerror}. "
                     "Choose a --workdir on another file system."
                 ) from error
-            file.truncate(0)
-            print(os.getpid(), file=file, flush=True)
+            self._write_id(lock)
             for name in ("config.json", "metrics.jsonl", *TOKENIZER_FILES):
                 remove_partial(self.path / name)  # but no output that others write here
             yield self
+
+    def _write_id(self, lock: int) -> None:
+        """Write the id of this process into the open lock file."""
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise OSError(
+                f"a run needs a folder to write in; {self.path}: {error.strerror}. Free some "
+                "space, or choose another --workdir."
+            ) from error
 
     def _trained_by(self, owner: str) -> ValueError:
         """Return the error that the process of this id trains the run."""
