@@ -699,7 +699,7 @@ def test_a_disk_that_is_full_when_a_run_starts_is_named(tmp_path, monkeypatch):
     )
 
 
-def train_below(workdir):
+def refusal_of_a_locked_run(workdir):
     with pytest.raises(ValueError) as raised, RunFolder(workdir).locked():
         pass
     return str(raised.value)
@@ -708,7 +708,7 @@ def train_below(workdir):
 def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(tmp_path):
     context = multiprocessing.get_context("spawn")
     with RunFolder(tmp_path).locked(), ProcessPoolExecutor(1, context) as pool:
-        said = pool.submit(train_below, tmp_path).result()
+        said = pool.submit(refusal_of_a_locked_run, tmp_path).result()
     assert f"process {os.getpid()} trains" in said
     assert 'a script must call train below `if __name__ == "__main__":`' in said
 

@@ -6,7 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from flaxformer_min.config import LENGTH_PENALTY_LIMIT
-from flaxformer_min.decoding.choices import FIRST_REGULAR_ID, GENERATOR, Sampling
+from flaxformer_min.decoding.choices import FIRST_REGULAR_ID, Sampling
+from flaxformer_min.runtime.generator import GENERATOR
 
 
 def check_search(beam_size: int, n_best: int, length_penalty: float, min_length: int) -> None:

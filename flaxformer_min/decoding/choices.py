@@ -22,11 +22,6 @@ LANES = 128
 """Their size on a TPU, where columns of another number are moved first."""
 
 
-GENERATOR = "threefry2x32"
-"""The random generator of samples, whatever jax's default is: another may draw differently for a
-sentence alone and in a batch."""
-
-
 class Sampling(NamedTuple):
     """The distribution that tokens are sampled from.
 

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.choices import GENERATOR, is_number
+from flaxformer_min.decoding.choices import is_number
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
+from flaxformer_min.runtime.generator import GENERATOR
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from flaxformer_min.decoding.choices import GENERATOR
 from flaxformer_min.decoding.ensemble import log_mean_probability, search_of
 from flaxformer_min.decoding.search import Prefix, Rules, State
 from flaxformer_min.model.transformer import Transformer, first_tokens
+from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import PAD, one_sentence_per_row
 
 

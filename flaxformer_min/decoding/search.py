@@ -25,7 +25,6 @@ from flaxformer_min.decoding.checks import (
     check_vocabulary,
 )
 from flaxformer_min.decoding.choices import (
-    GENERATOR,
     Best,
     Choice,
     Sampling,
@@ -34,6 +33,7 @@ from flaxformer_min.decoding.choices import (
     choose_greedy,
     choose_random,
 )
+from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import BOS, EOS, PAD
 
 Cache = Any

@@ -17,6 +17,7 @@ from flaxformer_min.model.dropout import BY_ROW, masks_by_row
 from flaxformer_min.model.parameters import copies_by_row
 from flaxformer_min.model.target import compiling_for, in_few_kernels, target_platform
 from flaxformer_min.runtime.devices import divided_among, same_on
+from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training import shares
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
@@ -25,10 +26,6 @@ from flaxformer_min.training.schedule import learning_rate
 
 Params = Any
 Metrics = dict[str, Float[Array, ""]]
-
-GENERATOR = "threefry2x32"
-"""The random generator of a run, whatever jax's default is: another may draw differently for a row
-alone and in a batch, and its keys do not fit in the checkpoints of runs that have begun."""
 
 
 class TrainState(NamedTuple):
