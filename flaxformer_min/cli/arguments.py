@@ -222,8 +222,8 @@ def _add_sampling(parser: _Parser) -> None:
     parser = parser.add_argument_group("sampling")
     add = parser.add_argument
     add("--sample", action="store_true",
-        help="draw --n-best translations at random; with --beam-size, draw that many and keep the "
-        "best (default: search for the best)")
+        help="sample --n-best translations; with --beam-size, sample that many and return the best "
+        "of them by score (default: search for the best)")
     add("--temperature", type=_number(float, at_least=1e-6, at_most=1e6), metavar="T",
         help="below 1 for likelier tokens (default: 1)")
     add("--top-k", type=_number(int, at_least=1), metavar="K",
@@ -246,8 +246,8 @@ def _add_device(parser: _Parser) -> None:
 
 def _add_step(parser: _Parser) -> None:
     parser.add_argument("--step", type=_number(int, at_least=0), metavar="N",
-        help="checkpoint of this step (default: the mean of the last ones if the run has one, else "
-        "the best by validation, else the newest)")
+        help="checkpoint of this step (default: the averaged one if the run has one, else the best "
+        "by validation, else the newest)")
 
 
 # fmt: on
