@@ -6,6 +6,7 @@ import shlex
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import jax
@@ -18,9 +19,10 @@ from sentencepiece import sentencepiece_model_pb2
 from tiny_run import LINES, make_tiny_run
 
 import flaxformer_min
-from flaxformer_min.config import DecodingConfig
+from flaxformer_min.config import DecodingConfig, ModelConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
+from flaxformer_min.interop.marian_npz import hugging_face_names, read_npz
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.runs.folder import RunFolder
@@ -272,6 +274,7 @@ def test_damaged_weights_are_refused(marian, tmp_path):
         ({**header[name], "shape": [2**31, 2**31]}, "does not fit"),
         ({**header[name], "shape": [-1, 4]}, "must have a shape"),
         ({**header[name], "dtype": "O"}, "type of 'model.shared.weight' must be one of"),
+        ({**header[name], "dtype": ["F32"]}, "type of 'model.shared.weight' must be one of"),
         ({**header[name], "data_offsets": [0, 2 * 10**9]}, "does not fit"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "expected it from"),
         ("gone", "must have a shape"),
@@ -1001,10 +1004,35 @@ def test_marians_settings_that_are_not_understood_are_named(of_marian, tmp_path)
     refused("must hold 'special:model.yml'")
 
 
+def test_an_npz_holds_numbers_and_nothing_else(tmp_path):
+    """Headers that numpy parses as Python, bytes that are missing, and other types."""
+    path = tmp_path / "model.npz"
+    headers = ["(((", "{'descr': ',f4,', 'fortran_order': False, 'shape': (1,)}", "-" * 9_000]
+    for text in headers:
+        size = struct.pack("<H", max(len(text), 118))
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("Wemb.npy", b"\x93NUMPY\x01\x00" + size + text.ljust(118).encode())
+        with pytest.raises(ValueError, match=r"must be a whole .npz of numbers; .+\."):
+            read_npz(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("Wemb.npy", bytes(100))
+    whole = bytearray(path.read_bytes())
+    entry = whole.index(b"PK\x01\x02")
+    whole[entry + 20] = 200  # its compressed size
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"must be a whole .npz of numbers; .+\."):
+        read_npz(path)
+    for values in (np.zeros((4, 4), np.complex64), np.array(["a"]), np.zeros(4, "datetime64[s]")):
+        np.savez(path, Wemb=values)
+        with pytest.raises(ValueError, match="'Wemb' has the type"):
+            read_npz(path)
+    config = ModelConfig(8, num_layers=1, d_model=4, d_ff=4, num_heads=2)
+    with pytest.raises(ValueError, match="'decoder_ff_logit_out_W' of an .npz must be a matrix"):
+        hugging_face_names({"decoder_ff_logit_out_W": np.zeros(5, np.float32)}, config)
+
+
 def test_hostile_files_of_marian_are_refused(of_marian, tmp_path):
     """A pickle, a claim of 2 GB, a zip bomb, a truncated file, a path that leaves the folder."""
-    import zipfile
-
     own, arrays, _ = of_marian
 
     def refused(message):

@@ -6,7 +6,6 @@ The tensors get the names of Hugging Face's MarianMTModel, and everything after 
 import math
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,14 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
                 with archive.open(entry) as file:
                     _check_claim(file, entry)
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path} must be a whole .npz of numbers; {str(error).splitlines()[0]}."
-        ) from error
+            content = {name: arrays[name] for name in arrays.files}
+        for name, values in content.items():
+            if values.dtype.kind not in "fiu":
+                raise ValueError(f"{name!r} has the type {values.dtype}")
+        return content
+    except Exception as error:  # of a dozen types, with which numpy and zipfile meet damage
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} must be a whole .npz of numbers; {reason}.") from error
 
 
 def _check_claim(file: Any, entry: zipfile.ZipInfo) -> None:
@@ -256,19 +258,21 @@ def hugging_face_names(arrays: dict[str, np.ndarray], config: ModelConfig) -> di
         ("model.decoder.embed_tokens.weight", "decoder_Wemb"),
     ):
         if own in rest:
-            weights[name] = _with_row(rest.pop(own).astype(np.float32))
+            weights[name] = _with_row(own, rest.pop(own).astype(np.float32))
     for own, transposed in (("decoder_ff_logit_out_W", True), ("decoder_ff_logit_out_Wt", False)):
         if own in rest:
             values = rest.pop(own).astype(np.float32)
-            weights["lm_head.weight"] = _with_row(values.T if transposed else values)
+            weights["lm_head.weight"] = _with_row(own, values.T if transposed else values)
     if (bias := rest.pop("decoder_ff_logit_out_b", None)) is not None:
         suppressed = np.full((1, 1), SUPPRESSED, np.float32)  # Marian has no <pad>
         weights[FINAL_BIAS] = np.concatenate([bias.reshape(1, -1), suppressed], axis=1)
     return {**weights, **rest}
 
 
-def _with_row(table: np.ndarray) -> np.ndarray:
+def _with_row(name: str, table: np.ndarray) -> np.ndarray:
     """Return embeddings with a row of zeros for <pad>, with which the decoder starts."""
+    if table.ndim != 2:
+        raise ValueError(f"{name!r} of an .npz must be a matrix; its shape is {table.shape}.")
     return np.concatenate([table, np.zeros((1, table.shape[1]), table.dtype)])
 
 

@@ -86,12 +86,12 @@ class _Tensor:
         shape, offsets = entry.get("shape"), entry.get("data_offsets")
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
             raise ValueError(f"{path}: {name!r} must have a shape and two data_offsets.")
-        if entry.get("dtype") not in TYPES:
+        kind = entry.get("dtype")
+        if not isinstance(kind, str) or kind not in TYPES:
             raise ValueError(
-                f"{path}: the type of {name!r} must be one of {', '.join(TYPES)}; got "
-                f"{entry.get('dtype')!r}."
+                f"{path}: the type of {name!r} must be one of {', '.join(TYPES)}; got {kind!r}."
             )
-        self.type = np.dtype(TYPES[entry["dtype"]])
+        self.type = np.dtype(TYPES[kind])
         self.shape, (self.begin, self.end) = tuple(shape), offsets
         if self.end - self.begin != math.prod(shape) * self.type.itemsize:
             raise ValueError(
