@@ -184,6 +184,17 @@ def test_a_position_that_was_never_learned_is_nan_inside_jit(learned):
     assert np.isfinite(embedded[0, [0, 2, 4]]).all()
 
 
+def test_padding_may_lie_beyond_the_learned_positions(learned):
+    """Two tokens in rows of 12, which are learned, and of 20 have the same logits."""
+    model, params = learned
+    for apply in (model.apply, jax.jit(model.apply)):
+        few, many = (
+            apply(params, Batch(*(one_sentence_per_row(jnp.array([[5, 3] + [0] * more])),) * 2))
+            for more in (10, 18)
+        )
+        assert_allclose(few[:, :2], many[:, :2], rtol=1e-5, atol=1e-6)
+
+
 def test_the_error_needs_no_argument_of_jit_to_be_concrete(learned):
     """A batch that a jitted function closes over is checked like one outside."""
     model, params = learned
