@@ -25,7 +25,7 @@ from flaxformer_min.model.dropout import BY_ROW, masks_by_row
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import CompileClock
-from flaxformer_min.tokens import Batch, one_sentence_per_row
+from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row
 from flaxformer_min.training.debug import find_not_finite, stopping_at_not_finite
 from flaxformer_min.training.loss import (
     logsumexp_by_product,
@@ -39,6 +39,7 @@ from flaxformer_min.training.schedule import learning_rate
 from flaxformer_min.training.step import (
     TrainState,
     init_state,
+    initial_state,
     make_eval_step,
     make_train_step,
     randomness,
@@ -169,6 +170,8 @@ def test_the_cooldown_ends_near_zero_and_leaves_the_rest_alone():
     assert float(cooled(79)) == float(plain(79))
     assert float(cooled(89)) == pytest.approx(float(plain(89)) * 11 / 21, rel=1e-5)
     assert 0 < float(cooled(99)) < float(plain(99)) / 15
+    longest = TrainingConfig(steps=2**31 - 1, warmup_steps=10, cooldown_steps=1)
+    assert float(learning_rate(64, longest)(89)) == float(plain(89))
 
 
 def test_a_run_shorter_than_its_cooldown_begins_at_the_full_rate():
@@ -178,6 +181,28 @@ def test_a_run_shorter_than_its_cooldown_begins_at_the_full_rate():
     rates = [[float(learning_rate(64, each)(i)) for i in range(100)] for each in (whole, longer)]
     assert rates[0] == rates[1]
     assert rates[0][0] == pytest.approx(64**-0.5 * 100 / 101)
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_a_step_keeps_the_types_of_parameters_and_of_all_that_a_checkpoint_has(average):
+    """Those of a model of one's own may be bfloat16, but its gradients and the rate are float32."""
+
+    class Half(Transformer):
+        def init(self, *args, **kwargs):
+            params = super().init(*args, **kwargs)
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+    model = Half(ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2))
+    config = Config(model=model.config, training=TrainingConfig(ema_decay=average))
+    start = partial(initial_state, model, config, devices=2, local=2)
+    before = jax.eval_shape(start, jax.ShapeDtypeStruct((), jnp.uint32))
+    row = jax.ShapeDtypeStruct((2, 1, 2, 8), jnp.int32)
+    batch = Batch(*(Tokens(row, row, row),) * 2)
+    after, _ = jax.eval_shape(make_train_step(model, config), before, batch)
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(
+        lambda leaf: leaf.dtype, before
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.bfloat16)}
 
 
 class Learner(NamedTuple):

@@ -84,7 +84,8 @@ def average_checkpoints(folder: Path, count: int, every: int = 1) -> tuple[list[
             break
     if not used:
         raise ValueError(f"no checkpoint in {folder} is intact. Restore one from a backup.")
-    return used, jax.tree.map(lambda sum_: (sum_ / len(used)).astype(np.float32), total)
+    mean = jax.tree.map(lambda sum_, like: (sum_ / len(used)).astype(like.dtype), total, params)
+    return used, mean
 
 
 def best_cost(folder: Path) -> float | None:

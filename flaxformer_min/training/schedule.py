@@ -28,6 +28,6 @@ def learning_rate(d_model: int, config: TrainingConfig) -> Callable[[Int[Array, 
     def rate(count: Int[Array, ""] | int) -> Float[Array, ""]:
         step = jnp.asarray(count, jnp.float32) + 1
         noam = scale * jnp.minimum(step**-0.5, step * warmup**-1.5)
-        return noam * jnp.clip((last + 1 - step) / (cooldown + 1), 0, 1) if cooldown else noam
+        return noam * jnp.clip((last + 1.0 - step) / (cooldown + 1.0), 0, 1) if cooldown else noam
 
     return rate

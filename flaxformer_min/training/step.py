@@ -301,12 +301,17 @@ def _updated(
     updates, opt_state = optimizer.update(gradients, state.opt_state, own, norm=norm)
     updates = jax.tree.map(lambda update: -rate(state.step) * update, updates)
     new = in_few_kernels((optax.apply_updates(own, updates), opt_state))
-    new_own, opt_state = jax.tree.map(partial(jnp.where, finite), new, (own, state.opt_state))
+
+    def kept(new: Array, old: Array) -> Array:
+        # In its own type, which that of the gradient may widen: a checkpoint has this type.
+        return jnp.where(finite, new.astype(old.dtype), old)
+
+    new_own, opt_state = jax.tree.map(kept, new, (own, state.opt_state))
     params = shares.gathered(new_own, state.params)
     average = state.average
     if average is not None:
         averaged = moving_average(average, params, state.step, config.ema_decay)
-        average = jax.tree.map(partial(jnp.where, finite), averaged, average)
+        average = jax.tree.map(kept, averaged, average)
     return TrainState(state.step + 1, params, opt_state, state.key, average)
 
 
