@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import random
 import re
 import shutil
@@ -19,7 +20,7 @@ from flaxformer_min.runs import checkpoint
 from flaxformer_min.runs import restore as restoring
 from flaxformer_min.runs.checkpoint import Checkpoints
 from flaxformer_min.runs.description import Metric
-from flaxformer_min.runs.restore import restore_params
+from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 
 # Orbax leaves coroutines behind where reading fails; they end with this file.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -160,6 +161,24 @@ def test_parameters_in_bfloat16_are_saved_and_restored_in_it(tmp_path):
     kernel = restored["layer"]["kernel"]
     assert kernel.dtype == jnp.bfloat16
     np.testing.assert_array_equal(kernel, params["layer"]["kernel"])
+    _, mean = average_checkpoints(tmp_path, 1)
+    assert mean["layer"]["kernel"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(mean["layer"]["kernel"], kernel)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_open(tmp_path, monkeypatch):
+    checkpoints, closed = Checkpoints(tmp_path, 5), []
+
+    def fails():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fails)
+    monkeypatch.setattr(checkpoints._manager, "close", lambda: closed.append(True))
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoints.close()
+    assert closed == [True]
+    monkeypatch.undo()
+    checkpoints.close()
 
 
 def test_parameters_in_frozen_dictionaries_are_described_as_well(tmp_path, opens_no_other_arrays):
@@ -429,3 +448,8 @@ def test_descriptions_of_earlier_versions_still_select_the_best(copy):
     step, params = restore_params(copy)
     assert step == 10
     assert_kernel(params, 10)
+    checkpoints = Checkpoints(copy, 5)
+    checkpoints.drop_metrics()
+    checkpoints.close()
+    assert best_cost(copy) is None
+    assert restore_params(copy)[0] == 20

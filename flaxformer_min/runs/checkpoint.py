@@ -183,6 +183,7 @@ class Checkpoints:
         with self._clear_errors(), main_process_first(f"description of {step}"):
             if is_main_process():
                 new = {**json.loads(file.read_text()), **meta, "metric": metric}
+                new.pop("rank", None)  # what earlier versions wrote instead of the metric
                 new = json.loads(json.dumps(new))
                 write_atomically(file, json.dumps({**new, "checksum": meta_checksum(new)}))
         self._costs[step] = None if metric is None else metric.cost
@@ -250,8 +251,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait as `wait`, and release the folder."""
-        self.wait()
-        self._manager.close()
+        with self._clear_errors():
+            try:
+                self._manager.wait_until_finished()
+            finally:
+                self._manager.close()
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:

@@ -168,19 +168,22 @@ class RunFolder:
                 LOGGER.warning("the mean cannot be used; using a single checkpoint instead.")
         return Restored(*restore_params(self.checkpoints, step), is_mean=False)
 
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint, 0 if there is none."""
+        return max(steps_of(self.checkpoints), default=0)
+
     def keep_average(self, params: Any, step: int) -> None:
         """Save these parameters as the mean, to translate with from now on."""
-        checkpoints = Checkpoints(self.averaged, keep=1)
         meta = {"identity": self.identity()} if self.exists else {}
-        checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
-        checkpoints.close()
+        with contextlib.closing(Checkpoints(self.averaged, keep=1)) as checkpoints:
+            checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
 
     def drop_average(self) -> None:
         """Remove the mean, to translate with the best checkpoint."""
         shutil.rmtree(self.averaged, ignore_errors=True)
 
     def begin(
-        self, config: Config, make_tokenizers: Callable[[tuple[Path, Path]], Tokenizers]
+        self, config: Config, make_tokenizers: Callable[[tuple[Path, Path]], Any]
     ) -> Tokenizers:
         """Begin or continue the run, and return its tokenizers.
 
@@ -202,7 +205,7 @@ class RunFolder:
                 + f"\nContinue with the settings of the run, `flaxformer-min train {file}`, or "
                 "choose another --workdir." + (moved if has_moved else "")
             )
-        newest = max(steps_of(self.checkpoints), default=0)
+        newest = self.newest_step()
         if newest > config.training.steps:
             raise ValueError(
                 f"training.steps must not be less than the steps already taken; {self.path} is at "
@@ -352,8 +355,7 @@ class RunFolder:
             )
 
     def _has_checkpoint(self) -> bool:
-        folder = self.checkpoints
-        return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+        return bool(steps_of(self.checkpoints))
 
     @staticmethod
     def _tokenizer_names(config: Config) -> tuple[str, str]:
