@@ -160,8 +160,10 @@ def perplexity(log_prob: float, tokens: int) -> float:
     """
     if tokens < 1:
         raise ValueError(f"a perplexity needs at least one token; got {tokens}.")
-    mean = -log_prob / tokens
-    return math.inf if mean >= 700 else math.exp(mean)
+    try:
+        return math.exp(-log_prob / tokens)
+    except OverflowError:
+        return math.inf
 
 
 def evaluate(

@@ -134,6 +134,8 @@ def test_texts_may_be_in_an_array(measure):
 
 def test_a_perplexity_hides_neither_nan_nor_that_there_is_no_token():
     assert math.isnan(perplexity(math.nan, 5)) and perplexity(-1e9, 5) == math.inf
+    assert perplexity(-709.0, 1) == pytest.approx(8.218407461554972e307)
+    assert perplexity(-710.0, 1) == math.inf
     with pytest.raises(ValueError, match="at least one token; got 0"):
         perplexity(0.0, 0)
 

@@ -574,6 +574,12 @@ def test_the_translated_sentences_of_a_validation_are_spread_over_all(uncut):
         assert validator._sample == [pairs[number] for number in expected]
 
 
+def test_the_perplexity_of_a_model_that_diverged_is_infinite(uncut, monkeypatch):
+    validator = Validator(CONFIG, uncut.translator.models[0], [], [], None)
+    monkeypatch.setattr(validator, "_sums", lambda _: np.array([0, 8_000, 1, 10]))
+    assert validator({}, 1)["validation_perplexity"] == np.inf
+
+
 @pytest.mark.slow
 def test_the_test_split_is_scored_with_what_the_run_translates_with(tmp_path):
     test = reversed_words(4, 2)

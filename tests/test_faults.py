@@ -36,6 +36,8 @@ from flaxformer_min.cli.train import read_arguments
 from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
+from flaxformer_min.decoding.choices import Sampling, check_sampling
+from flaxformer_min.decoding.job import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import bleu
 from flaxformer_min.experiment.prepare import prepare
@@ -773,6 +775,15 @@ def test_search_options_are_of_their_type_and_in_range(changes):
 def test_sampling_is_a_distribution():
     with pytest.raises(ValueError, match="sampling must be a Sampling.*; got True"):
         without_type_checks("choices").check_sampling(True)
+    with pytest.raises(ValueError, match=r"temperature must be a number; got \[1.0\]"):
+        Options(sampling=Sampling(temperature=[1.0]))
+    with pytest.raises(ValueError, match="top_k must be .* a whole number; got True"):
+        check_sampling(Sampling(top_k=True))
+
+
+def test_translate_returns_one_translation_and_refuses_several(translator):
+    with pytest.raises(ValueError, match="got n_best=2. For several, call hypotheses"):
+        translator.translate(["the house"], beam_size=2, n_best=2)
 
 
 def test_a_beam_is_no_wider_than_the_vocabulary(translator):

@@ -164,6 +164,11 @@ def test_half_a_surrogate_pair_is_an_error(tokenizer):
             call("ab\ud800")
 
 
+def test_half_a_surrogate_pair_is_an_error_in_training_too(tmp_path):
+    with pytest.raises(ValueError, match="text 1 has a lone surrogate at character 2"):
+        train_tokenizer(["abc", "ab\ud800"], 300, tmp_path / "tokenizer.model")
+
+
 def test_the_same_lines_give_the_same_bytes(tokenizer, tmp_path):
     again = train_tokenizer(iter(LINES), 400, tmp_path / "again")
     other = train_tokenizer(LINES[:300], 400, tmp_path / "other")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
@@ -28,7 +29,14 @@ MODELS = [
     {"positional_encoding": "halves", "attention": "fused", "feed_forward_dropout": 0.1},
 ]
 
-SEARCHES = [Options(), Options(beam_size=1), Options(sampling=Sampling(0.5, 5, 0.9))]
+SEARCHES = [
+    Options(),
+    Options(beam_size=1),
+    Options(sampling=Sampling(0.5, 5, 0.9)),
+    # No numbers of Python, whose programs would be found for them.
+    Options(length_penalty=np.float64(0.7)),
+    Options(sampling=Sampling(np.float64(0.4), 5, np.float64(0.8))),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,12 @@ from flaxformer_min.cli.lines import Stop
 from flaxformer_min.cli.terminal import log_to_terminal
 from flaxformer_min.runtime.memory import tune_malloc, with_oom_hint
 from flaxformer_min.runtime.signals import Stopped
-from flaxformer_min.runtime.streams import drop_unwritable, ignore_broken_pipe, open_streams
-
-CLOSED_PIPE = 141
-"""The exit status after a closed pipe, as a shell reports it: 128 + SIGPIPE."""
+from flaxformer_min.runtime.streams import (
+    CLOSED_PIPE,
+    drop_unwritable,
+    ignore_broken_pipe,
+    open_streams,
+)
 
 MEMORY_ADVICE = (
     "Choose a smaller --batch-size, --beam-size or --max-extra-tokens, if the command has them, or "

@@ -29,7 +29,7 @@ from flaxformer_min.runtime.distributed import (
 from flaxformer_min.runtime.files import cache_folder
 from flaxformer_min.runtime.memory import tune_malloc
 from flaxformer_min.runtime.signals import InterruptOnSignal
-from flaxformer_min.runtime.streams import ignore_broken_pipe
+from flaxformer_min.runtime.streams import CLOSED_PIPE, drop_unwritable, ignore_broken_pipe
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -60,11 +60,15 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
     """Run the command and return its exit status.
 
     0 when training has ended, 2 for an error, 130, 143 and 129 after Ctrl-C, SIGTERM and
-    a closed terminal.
+    a closed terminal, 141 when the reader of the help has gone.
     """
     with InterruptOnSignal() as signals, log_to_terminal(prog, only_if=is_main_process):
         try:
-            settings = read_arguments(argv, prog)
+            try:
+                settings = read_arguments(argv, prog)
+            except BrokenPipeError:  # the help's; training goes on without a reader
+                drop_unwritable()
+                return CLOSED_PIPE
             tune_malloc()
 
             def configure(processes: int) -> None:

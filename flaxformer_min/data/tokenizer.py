@@ -214,7 +214,8 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
     def parts() -> Iterator[str]:
         try:
             # No piece may contain a line break (see Tokenizer); NUL is not text.
-            for line in lines:
+            for number, line in enumerate(lines):
+                check_text(line, number)
                 yield from filter(None, re.split("[\n\0]", line))
         except BaseException as error:  # an interrupt, too: SentencePiece tells its text alone
             raised.append(error)

@@ -40,6 +40,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether a setting is a whole number, of Python or numpy; a bool is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def check_sampling(sampling: Sampling | None) -> None:
     """Raise ValueError for what is no distribution; None is no sampling."""
     if sampling is None:
@@ -55,7 +60,7 @@ def check_sampling(sampling: Sampling | None) -> None:
             f"temperature must be at least 1e-6 and at most 1e6; got {temperature}. "
             "For the likeliest token, leave sampling out and set beam_size=1."
         )
-    if top_k is not None and (not isinstance(top_k, (int, np.integer)) or top_k < 1):
+    if top_k is not None and (not is_whole(top_k) or top_k < 1):
         raise ValueError(
             f"top_k must be at least 1, a whole number; got {top_k!r}. None draws from all tokens."
         )
@@ -225,13 +230,13 @@ def sample_token(
     >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
     Array(1, dtype=int32)
     """
-    tempered = log_probs / sampling.temperature
+    tempered = log_probs / float(sampling.temperature)  # one of numpy would be a float64 with x64
     token = jnp.arange(log_probs.size, dtype=jnp.int32)
     if sampling.top_k is not None:
         tempered, token = jax.lax.top_k(tempered, min(sampling.top_k, log_probs.size))
     share = jax.nn.softmax(tempered)
     if sampling.top_p < 1:
-        share = jnp.where(nucleus(share, sampling.top_p), share, 0.0)
+        share = jnp.where(nucleus(share, float(sampling.top_p)), share, 0.0)
     # Inverse transform sampling, because a random number per token (Gumbel) takes four times as
     # long. The target is above 0, so a token without a share is never drawn, however sums round.
     reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)

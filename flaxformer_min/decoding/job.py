@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.choices import is_number
+from flaxformer_min.decoding.choices import check_sampling, is_number, is_whole
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
@@ -27,7 +27,7 @@ class Options(Rules):
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
-        if not all(map(_is_whole, self.suppressed)):
+        if not all(map(is_whole, self.suppressed)):
             raise ValueError(f"suppressed must be ids, whole numbers; got {self.suppressed!r}.")
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
@@ -35,20 +35,17 @@ class Options(Rules):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
         if not is_number(self.length_penalty):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
+        check_sampling(self.sampling)
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if not _is_whole(value):
+            if not is_whole(value):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}; got {value}.")
             bits = 32 if name == "seed" else 30
             if value >= 1 << bits:
                 raise ValueError(f"{name} must be less than 2**{bits}; got {value}.")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,7 +141,7 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
     Array([1., 2., 3.], dtype=float32)
     """
     length = jnp.asarray(length, jnp.float32)
-    return ((5.0 + length) / 6.0) ** alpha
+    return ((5.0 + length) / 6.0) ** float(alpha)  # one of numpy would be a float64 with x64
 
 
 def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:

@@ -41,7 +41,7 @@ class Translator:
 
     All local devices are used. The translation of a line does not depend on the other lines; its
     log-probability does by about 1e-5, because batches of other shapes are rounded differently.
-    `restored` names the checkpoints that `load` restored.
+    `restored` is what `load` restored of each run: the step, the parameters, whether a mean.
 
     Any tokenizer with `encode_batch`, `decode` and `pieces` will do. An untrained model of the ten
     digits translates to digits, and an empty line to an empty one:
@@ -184,6 +184,11 @@ class Translator:
         `hypotheses(lines, translator.options(beam_size=4, n_best=4))`. `stop` as there.
         """
         options = self.options(**{"scores": False, **options})
+        if options.n_best > 1:
+            raise ValueError(
+                "translate returns one translation of each line; got n_best="
+                f"{options.n_best}. For several, call hypotheses(lines, translator.options(...))."
+            )
         found = self.hypotheses(lines, options, stop=stop)
         return [best[0].text for best in found]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
 
 from flaxformer_min.config import Config
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
 from flaxformer_min.data.corpora import GIVEN
+from flaxformer_min.decoding.choices import is_whole
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation
 from flaxformer_min.experiment.averaging import drop_average, validate_average
@@ -35,7 +35,7 @@ from flaxformer_min.experiment.validation import (
     target_language,
     what_is_compared,
 )
-from flaxformer_min.runs.description import check_identity, steps_of
+from flaxformer_min.runs.description import check_identity
 from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.runtime.distributed import (
@@ -134,7 +134,7 @@ def train(
         except KeyboardInterrupt:
             if count() > 1:
                 raise  # the other processes must end, too
-            return TrainResult(run, _newest_step(run), True, {}, model=model)
+            return TrainResult(run, run.newest_step(), True, {}, model=model)
         watch.finish("data and tokenizer")
         job = Job(run, prepared, model, token_loss, interrupt, profile, watch)
         result = interrupt.shield(job.run_to_end, held)
@@ -157,7 +157,7 @@ def _check_arguments(config: Any, model: Any, profile: Any, **functions: Any) ->
             "model must be an instance of a Linen module, as Transformer(config.model); got "
             f"{found}."
         )
-    if not isinstance(profile, (int, np.integer)) or isinstance(profile, bool) or profile < 0:
+    if not is_whole(profile) or profile < 0:
         raise ValueError(f"profile must be a number of steps, at least 0; got {profile!r}.")
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -169,10 +169,6 @@ def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
     sources = (source for source, _ in pairs)
     usable = (each for each in sources if each.strip() and not {"'", "\n"} & {*each})
     return next(usable, "")
-
-
-def _newest_step(run: RunFolder) -> int:
-    return max(steps_of(run.checkpoints), default=0)
 
 
 class Interrupt:
@@ -274,7 +270,7 @@ class Job:
 
     def _initialise(self, batches: TrainingBatches) -> tuple[TrainState, Callable]:
         epoch = batches.epoch(0)
-        ended = _newest_step(self.run) >= self.config.training.steps
+        ended = self.run.newest_step() >= self.config.training.steps
         fitted = fit_vocabulary(self.config.model, self.prepared.tokenizers)
         return initialise(
             self.config,

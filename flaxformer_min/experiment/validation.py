@@ -15,7 +15,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.data.batches import EpochBatches, shard_batch
 from flaxformer_min.data.corpora.pairs import Pairs, is_empty
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.evaluation import Evaluation, bleu, evaluate
+from flaxformer_min.evaluation import Evaluation, bleu, evaluate, perplexity
 from flaxformer_min.experiment.report import format_example
 from flaxformer_min.languages import parse_languages
 from flaxformer_min.runtime.distributed import count, gather, index
@@ -62,10 +62,10 @@ class Validator:
         loss = float(total[1] / total[3])
         scores = {
             "validation_loss": loss,
-            "validation_perplexity": float(np.exp(loss)),
+            "validation_perplexity": perplexity(-loss, tokens=1),
             "validation_accuracy": float(total[2] / total[3]),
         }
-        text = f"validation: loss {loss:.3f} nats, perplexity {np.exp(loss):.2f}"
+        text = f"validation: loss {loss:.3f} nats, perplexity {scores['validation_perplexity']:.2f}"
         if self._sample:
             references = [reference for _, reference in self._sample]
             score = bleu(translations, references, target_language=self._language)

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of writing to a pipe or terminal that has gone away."""
 
+CLOSED_PIPE = 141
+"""The exit status after a closed pipe, as a shell reports it: 128 + SIGPIPE."""
+
 
 def open_streams() -> None:
     """Open closed standard streams on the null device, and set stdout to UTF-8."""
