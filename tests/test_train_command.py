@@ -1,5 +1,6 @@
 """`train.py`, which is also `flaxformer-min train`: settings, output, signals and exit status."""
 
+import errno
 import os
 import re
 import shlex
@@ -159,6 +160,15 @@ def test_help_lists_every_setting(capsys):
         for name in vars(getattr(Config(), group)):
             assert f"--{group}.{name.replace('_', '-')}" in text
     assert "--profile INT" in text
+
+
+def test_help_whose_reader_goes_is_no_error(monkeypatch, capsys):
+    def show(*_):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("flaxformer_min.cli.train.read_arguments", show)
+    assert main(["--help"]) == 141
+    assert capsys.readouterr() == ("", "")
 
 
 def test_too_little_memory_is_one_sentence_with_advice(config, tmp_path, monkeypatch, capsys):
