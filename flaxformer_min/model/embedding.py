@@ -43,10 +43,7 @@ class Embedding(nn.Module):
         config = self.config
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
-        positions = tokens.positions
-        if config.positional_encoding == "learned":  # padding may lie beyond the learned ones
-            positions = jnp.where(tokens.segments > 0, positions, 0)
-        x += self.positional_encoding(positions)
+        x += self.positional_encoding(tokens)
         return self.dropout(x.astype(compute_dtype(config)))
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:

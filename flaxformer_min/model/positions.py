@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.target import target_platform
+from flaxformer_min.tokens import Tokens
 
 PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
 """Return one vector per position, given positions and d_model."""
@@ -66,30 +67,33 @@ class PositionalEncoding(nn.Module):
     function: PositionFunction | None = None
 
     @nn.compact
-    def __call__(self, positions: Int[Array, "batch length"]) -> Float[Array, "*batch d_model"]:
-        """Return the vectors to be added to the embeddings.
+    def __call__(self, tokens: Tokens) -> Float[Array, "*batch d_model"]:
+        """Return the vectors to be added to the embeddings of tokens.
 
         With "learned" (table 3, row E), positions from `config.max_positions` on were never
-        learned: ValueError outside jit, NaN inside.
+        learned: ValueError outside jit, NaN inside. Padding may be there.
         """
-        config = self.config
+        config, positions = self.config, tokens.positions
         if self.function is not None:
             return jax.vmap(self.function, in_axes=(0, None))(positions, config.d_model)
         if config.positional_encoding == "none":
             return jnp.zeros((1, 1, config.d_model), jnp.float32)
         if config.positional_encoding == "learned":
-            _check_learned(positions, config.max_positions)
+            _check_learned(tokens, config.max_positions)
+            positions = jnp.where(tokens.segments > 0, positions, 0)
             init = nn.initializers.normal(0.02)
             table = parameter(self, "table", init, (config.max_positions, config.d_model))
             return table.at[positions].get(mode="fill", fill_value=jnp.nan)
         return batched_sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
 
 
-def _check_learned(positions: Int[Array, "batch length"], learned: int) -> None:
-    if isinstance(positions, jax.core.Tracer) or not positions.size:
+def _check_learned(tokens: Tokens, learned: int) -> None:
+    if any(isinstance(each, jax.core.Tracer) for each in (tokens.positions, tokens.segments)):
         return
-    positions = jax.device_get(positions)  # inside jit, arithmetic on a constant is traced, too
-    first, last = int(positions.min()), int(positions.max())
+    # Inside jit, arithmetic on a constant is traced, too.
+    positions, segments = jax.device_get((tokens.positions, tokens.segments))
+    first = int(positions.min(initial=0, where=segments > 0))
+    last = int(positions.max(initial=0, where=segments > 0))
     if first < 0 or last >= learned:
         raise ValueError(
             f"positional_encoding='learned' has vectors for positions 0 to {learned - 1}; got "
