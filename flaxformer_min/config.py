@@ -40,11 +40,11 @@ class DataConfig:
     tokenizer_sample: int = setting(1_000_000, at_least=1)
     """Train the tokenizer on at most this many pairs, evenly spaced over the training split."""
 
-    source_row_length: int = setting(64, at_least=8)
+    source_row_length: int = setting(64, at_least=8, less_than=2**31)
     """Source tokens per row. Longer pairs are dropped and counted. Above 128, a multiple of 128
     takes less memory, because attention is then computed block by block."""
 
-    target_row_length: int = setting(64, at_least=8)
+    target_row_length: int = setting(64, at_least=8, less_than=2**31)
     """Target tokens per row; see `source_row_length`."""
 
     tokenizers: Literal["trained", "imported"] = setting("trained")
@@ -55,10 +55,10 @@ class DataConfig:
     regularization, Kudo 2018). This is Kudo's α: a smaller one draws more diverse segmentations;
     0.1 to 0.5 is usual."""
 
-    rows_per_batch: int = setting(32, at_least=1)
+    rows_per_batch: int = setting(32, at_least=1, less_than=2**31)
     """Rows per batch, over all devices. A step reads `gradient_accumulation` batches."""
 
-    workers: int = setting(0, at_least=0, may_change=True)
+    workers: int = setting(0, at_least=0, less_than=1_000, may_change=True)
     """Worker processes that assemble batches; 0 uses a thread, which is fast enough for a CPU."""
 
     cache_dir: str = setting("", may_change=True)
@@ -79,19 +79,19 @@ class DataConfig:
 class ModelConfig:
     """The architecture; the defaults are the base model (table 3)."""
 
-    vocab_size: int = setting(37_000, at_least=4)
+    vocab_size: int = setting(37_000, at_least=4, less_than=2**31)
     """Size of the target vocabulary, or of the vocabulary shared by source and target."""
 
-    source_vocab_size: int | None = setting(None, at_least=4)
+    source_vocab_size: int | None = setting(None, at_least=4, less_than=2**31)
     """Size of a separate source vocabulary; None: source and target share one."""
 
-    num_layers: int = setting(6, at_least=1)
+    num_layers: int = setting(6, at_least=1, less_than=1_000)
     """N, the number of layers in the encoder and in the decoder."""
 
-    d_model: int = setting(512, at_least=2)
+    d_model: int = setting(512, at_least=2, less_than=1_000_000)
     """Width of embeddings and hidden states."""
 
-    d_ff: int = setting(2048, at_least=1)
+    d_ff: int = setting(2048, at_least=1, less_than=1_000_000)
     """Width of the inner layer of the feed-forward network."""
 
     num_heads: int = setting(8, at_least=1)
@@ -122,7 +122,7 @@ class ModelConfig:
     """Alternating sines and cosines (the paper); all sines, then all cosines; a learned embedding
     of each of `max_positions` positions (table 3, row E); or none, for ablations."""
 
-    max_positions: int = setting(0, at_least=0)
+    max_positions: int = setting(0, at_least=0, less_than=2**31)
     """Positions that "learned" has vectors for: the longer row length. 0: no limit, no vectors."""
 
     embeddings: Literal["shared", "target_tied", "separate"] = setting("shared")
@@ -232,7 +232,7 @@ class TrainingConfig:
     """Above 1: when training ends, validate the mean of this many of the newest checkpoints
     (section 6.1: 5 or 20), and translate with it if it is better than the best checkpoint."""
 
-    gradient_accumulation: int = setting(1, at_least=1)
+    gradient_accumulation: int = setting(1, at_least=1, less_than=2**31)
     """Batches whose gradients are summed into one update."""
 
     clip_norm: float | None = setting(None, more_than=0)

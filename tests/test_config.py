@@ -158,6 +158,16 @@ REFUSED = [  # and the table of test_bad_input.py
         dict(steps=2**31),
         "training.steps must be less than 2147483648; got 2147483648.",
     ),
+    (
+        ModelConfig,
+        dict(num_layers=10**20),
+        f"model.num_layers must be less than 1000; got {10**20}.",
+    ),
+    (
+        DataConfig,
+        dict(rows_per_batch=2**31),
+        "data.rows_per_batch must be less than 2147483648; got 2147483648.",
+    ),
     (TrainingConfig, dict(adam_epsilon=0), "training.adam_epsilon must be more than 0; got 0."),
     (TrainingConfig, dict(clip_norm=0.0), "training.clip_norm must be more than 0; got 0.0."),
     (TrainingConfig, dict(seed=-1), "training.seed must be at least 0; got -1."),

@@ -106,11 +106,11 @@ CONFIG = [
     ({"encoder_attention_heads": 3, "decoder_attention_heads": 3}, "multiple of model.num_heads"),
     ({"vocab_size": 9, "decoder_vocab_size": 9}, "ids must be whole numbers from 0 to 8"),
     ({"pad_token_id": 10**9}, "pad_token_id must be below"),
-    ({"vocab_size": 10**12, "decoder_vocab_size": 10**12}, "no piece has the id"),
+    ({"vocab_size": 10**9, "decoder_vocab_size": 10**9}, "no piece has the id"),
     ({"decoder_vocab_size": 9.5}, "decoder_vocab_size must be a whole number"),
     ({"forced_bos_token_id": 7}, "forced_bos_token_id must be None; got 7"),
-    ({"d_model": 10**12}, "no array has their sizes"),
-    ({"encoder_layers": 10**9, "decoder_layers": 10**9}, "must have the 1,000,000,000 layers"),
+    ({"d_model": 10**12}, "model.d_model must be less than 1000000"),
+    ({"encoder_layers": 999, "decoder_layers": 999}, "must have the 999 layers"),
 ]
 
 

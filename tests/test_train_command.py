@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,6 +170,30 @@ def test_help_whose_reader_goes_is_no_error(monkeypatch, capsys):
     monkeypatch.setattr("flaxformer_min.cli.train.read_arguments", show)
     assert main(["--help"]) == 141
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_full_disk_below_the_output_is_named(tmp_path, config, monkeypatch, capsys):
+
+    def write(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert main([str(config), "--workdir", str(tmp_path / "run")]) == 2
+    assert 'No space left on device: "the program\'s output"' in capsys.readouterr().err
+
+
+def test_writes_that_end_after_an_error_say_nothing(monkeypatch):
+    """tensorstore's futures find the loop of Orbax closed; anything else is reported."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    cli._ignore_late_writes()
+    late, other = (
+        SimpleNamespace(exc_value=RuntimeError(text))
+        for text in ("Event loop is closed", "another")
+    )
+    sys.unraisablehook(late)
+    sys.unraisablehook(other)
+    assert seen == [other]
 
 
 def test_too_little_memory_is_one_sentence_with_advice(config, tmp_path, monkeypatch, capsys):

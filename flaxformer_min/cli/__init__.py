@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
@@ -75,7 +76,20 @@ def train_command(prog: str) -> int:
 def _train(argv: Sequence[str], prog: str, owns_process: bool) -> int:
     with _importing(owns_process):
         from flaxformer_min.cli.train import main as run
+    if owns_process:
+        _ignore_late_writes()
     return run(argv, prog)
+
+
+def _ignore_late_writes() -> None:
+    """Say nothing of arrays of a checkpoint whose writes end after the first error was raised."""
+    others = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            others(unraisable)
+
+    sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

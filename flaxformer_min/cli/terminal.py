@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 
+from flaxformer_min.runtime.files import naming
 from flaxformer_min.runtime.streams import ignore_broken_pipe
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -27,7 +28,7 @@ class TerminalHandler(logging.Handler):
         if not self._only_if():
             return
         text = record.getMessage()
-        with ignore_broken_pipe():
+        with naming("the program's output"), ignore_broken_pipe():
             if record.levelno < logging.WARNING:
                 _write(text, sys.stdout)
             elif text not in self._warned:

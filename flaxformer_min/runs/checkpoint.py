@@ -57,6 +57,8 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     """Return whether to log a record: not expected warnings, nor errors that Orbax also raises."""
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     raised = any("orbax" in frame.filename for frame in frames)
+    # Of several arrays that cannot be written, Orbax raises the error of the first.
+    raised = raised or record.getMessage().startswith("Future exception was never retrieved")
     return not (raised or any(word in record.getMessage() for word in EXPECTED_WARNINGS))
 
 

@@ -41,7 +41,7 @@ def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     cached: the folder belongs to a cache, and whatever is unfinished there may be removed.
     """
     if path.exists() and not path.is_file():
-        with _naming(path), path.open("wb") as file:
+        with naming(path), path.open("wb") as file:
             yield file
         return
     path = path.resolve()
@@ -50,7 +50,7 @@ def open_atomically(path: Path, cached: bool = False) -> Iterator[BinaryIO]:
     _remove_abandoned(path, cached)
     handle, scratch = tempfile.mkstemp(PARTIAL, _scratch_prefix(path), path.parent)
     try:
-        with _naming(path), os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -89,7 +89,7 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     _remove_abandoned(path, cached)
     scratch = Path(tempfile.mkdtemp(PARTIAL, _scratch_prefix(path), path.parent))
     try:
-        with _naming(path):
+        with naming(path):
             yield scratch
             for file in (path for path in scratch.iterdir() if path.is_file()):
                 with file.open("rb+") as opened:
@@ -108,7 +108,7 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Name what was to be written in the error of a full disk, quota or largest file."""
     try:
         yield
