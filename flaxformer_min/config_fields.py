@@ -46,10 +46,10 @@ def check_fields(config: Any, group: str) -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = _plain(getattr(config, field.name))
+        value = plain(getattr(config, field.name))
         object.__setattr__(config, field.name, value)  # frozen, and not yet anybody's
         name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
-        if not _has_type(value, hints[field.name]):
+        if not has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
         if value is None or value == () or isinstance(value, (str, bool)):
             continue
@@ -70,26 +70,36 @@ def check_fields(config: Any, group: str) -> None:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
 
 
-def _plain(value: Any) -> Any:
-    """Return a number of numpy as one of Python, which JSON can hold; a list as a tuple."""
+def plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python, which JSON can hold; a list as a tuple.
+
+    >>> import numpy as np
+    >>> plain([np.int64(1), np.float32(0.5)])
+    (1, 0.5)
+    """
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*map(plain, value))
     if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    if isinstance(value, numbers.Integral) and not isinstance(value, (int, bool)):
+        return tuple(map(plain, value))
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-        return float(value)
-    return value
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
-def _has_type(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
+    """Return whether a setting has a type; a whole number is a float too, a bool is no number.
+
+    >>> has_type(1, float), has_type(True, int), has_type(None, int | None)
+    (True, False, True)
+    """
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if get_origin(hint) in (types.UnionType, Union):
-        return any(_has_type(value, choice) for choice in get_args(hint))
+        return any(has_type(value, choice) for choice in get_args(hint))
     if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(
-            _has_type(each, get_args(hint)[0]) for each in value
-        )
+        return isinstance(value, tuple) and all(has_type(each, get_args(hint)[0]) for each in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

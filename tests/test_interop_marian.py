@@ -24,6 +24,7 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.marian_npz import hugging_face_names, read_npz
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
+from flaxformer_min.interop.vocabulary import Specials, make_vocabulary
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.tokens import BOS, Tokens
@@ -233,8 +234,9 @@ def test_a_vocabulary_with_repeated_or_missing_ids_is_refused(marian, tmp_path):
     refused(json.dumps({**pieces, last: -1}), "ids must be whole numbers")
     refused(json.dumps({**pieces, last: True}), "ids must be whole numbers")
     refused(whole.replace("{", '{"<pad>": 0,', 1), "'<pad>' comes twice")
-    refused(whole[:-20], "must hold JSON")
-    refused("[" * 100_000, "must hold JSON")
+    refused(whole[:-20], "vocab.json must hold complete JSON")
+    refused("[" * 100_000, "vocab.json must hold complete JSON")
+    refused(json.dumps(pieces)[:-1] + f', "far": {"9" * 5_000}}}', "vocab.json must hold complete")
     refused("[]", "must hold a JSON object")
 
 
@@ -273,6 +275,7 @@ def test_damaged_weights_are_refused(marian, tmp_path):
     for entry, message in (
         ({**header[name], "shape": [2**31, 2**31]}, "does not fit"),
         ({**header[name], "shape": [-1, 4]}, "must have a shape"),
+        ({**header[name], "shape": [*header[name]["shape"], *[1] * 70]}, "at most 32 axes; it has"),
         ({**header[name], "dtype": "O"}, "type of 'model.shared.weight' must be one of"),
         ({**header[name], "dtype": ["F32"]}, "type of 'model.shared.weight' must be one of"),
         ({**header[name], "data_offsets": [0, 2 * 10**9]}, "does not fit"),
@@ -303,6 +306,24 @@ def test_a_tensor_that_is_not_understood_is_named(marian, tmp_path):
         write_safetensors(path, {**weights, name: values})
         with pytest.raises(ValueError, match=f"'{name}' (is not understood|must hold sines)"):
             flaxformer_min.import_model(marian, tmp_path / "never")
+
+
+def test_what_is_null_counts_as_missing(marian, tmp_path):
+    """As in Hugging Face's library: the default of each setting is taken."""
+    null = {"dropout": None, "attention_dropout": None, "tie_word_embeddings": None}
+    replace_piece(marian / "config.json", lambda content: content.update(null))
+    replace_piece(marian / "generation_config.json", lambda content: content.update(num_beams=None))
+    flaxformer_min.import_model(marian, tmp_path / "again")
+    config = RunFolder(tmp_path / "again").config()
+    assert (config.model.dropout, config.model.attention_dropout) == (0.1, 0)
+    assert config.decoding.beam_size == 4
+
+
+def test_an_added_token_gets_a_name_that_no_piece_has():
+    """The decoder starts with <pad>, so BOS is added."""
+    pieces = ["</s>", "<unk>", "<s>", "<s2>", "<s4>", "<pad>"]
+    vocabulary = make_vocabulary(pieces, Specials(pad=5, unk=1, start=5, eos=0))
+    assert vocabulary.pieces == ["<pad>", "<unk>", "<s3>", "</s>", "<s>", "<s2>", "<s4>"]
 
 
 def test_a_tensor_that_is_not_finite_is_named(marian, tmp_path):
@@ -1050,6 +1071,8 @@ def test_hostile_files_of_marian_are_refused(of_marian, tmp_path):
     with zipfile.ZipFile(own / "opus.npz", "w") as archive:
         archive.writestr("Wemb.npy", header)
     refused("claims 8,000,000,000 bytes")
+    np.savez(own / "opus.npz", **{**arrays, "encoder_l1_ffn_W1": np.zeros((3, 3), np.float32)})
+    refused(r"opus.npz: 'model.encoder.layers.0.fc1.weight' must have the shape")
     with zipfile.ZipFile(own / "opus.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("Wemb.npy", bytes(10_000_000))
     refused("claims 10,000,000 bytes of")

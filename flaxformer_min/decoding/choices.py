@@ -1,13 +1,13 @@
 """Choices of the next tokens of one sentence: greedy, beam search and sampling."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from flaxformer_min.config_fields import has_type
 from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -35,16 +35,6 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a setting is a number, of Python or numpy; a bool is none."""
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether a setting is a whole number, of Python or numpy; a bool is none."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def check_sampling(sampling: Sampling | None) -> None:
     """Raise ValueError for what is no distribution; None is no sampling."""
     if sampling is None:
@@ -53,14 +43,14 @@ def check_sampling(sampling: Sampling | None) -> None:
         raise ValueError(f"sampling must be a Sampling, such as Sampling(); got {sampling!r}.")
     temperature, top_k, top_p = sampling
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not is_number(value):
+        if not has_type(value, float):
             raise ValueError(f"{name} must be a number; got {value!r}.")
     if not 1e-6 <= temperature <= 1e6:
         raise ValueError(
             f"temperature must be at least 1e-6 and at most 1e6; got {temperature}. "
             "For the likeliest token, leave sampling out and set beam_size=1."
         )
-    if top_k is not None and (not is_whole(top_k) or top_k < 1):
+    if top_k is not None and (not has_type(top_k, int) or top_k < 1):
         raise ValueError(
             f"top_k must be at least 1, a whole number; got {top_k!r}. None draws from all tokens."
         )
@@ -230,13 +220,13 @@ def sample_token(
     >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
     Array(1, dtype=int32)
     """
-    tempered = log_probs / float(sampling.temperature)  # one of numpy would be a float64 with x64
+    tempered = log_probs / sampling.temperature
     token = jnp.arange(log_probs.size, dtype=jnp.int32)
     if sampling.top_k is not None:
         tempered, token = jax.lax.top_k(tempered, min(sampling.top_k, log_probs.size))
     share = jax.nn.softmax(tempered)
     if sampling.top_p < 1:
-        share = jnp.where(nucleus(share, float(sampling.top_p)), share, 0.0)
+        share = jnp.where(nucleus(share, sampling.top_p), share, 0.0)
     # Inverse transform sampling, because a random number per token (Gumbel) takes four times as
     # long. The target is above 0, so a token without a share is never drawn, however sums round.
     reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.decoding.choices import check_sampling, is_number, is_whole
+from flaxformer_min.config_fields import has_type
+from flaxformer_min.decoding.choices import check_sampling
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
@@ -27,19 +28,20 @@ class Options(Rules):
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
-        if not all(map(is_whole, self.suppressed)):
+        super().__post_init__()
+        if not has_type(self.suppressed, tuple[int, ...]):
             raise ValueError(f"suppressed must be ids, whole numbers; got {self.suppressed!r}.")
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
         if not isinstance(self.scores, bool):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
-        if not is_number(self.length_penalty):
+        if not has_type(self.length_penalty, float):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         check_sampling(self.sampling)
         least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if not is_whole(value):
+            if not has_type(value, int):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}; got {value}.")

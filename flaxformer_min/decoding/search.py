@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from flaxformer_min.config_fields import plain
 from flaxformer_min.decoding.checks import (
     check_begin,
     check_search,
@@ -141,7 +142,7 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
     Array([1., 2., 3.], dtype=float32)
     """
     length = jnp.asarray(length, jnp.float32)
-    return ((5.0 + length) / 6.0) ** float(alpha)  # one of numpy would be a float64 with x64
+    return ((5.0 + length) / 6.0) ** alpha
 
 
 def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
@@ -220,6 +221,11 @@ class Rules:
     suppressed: tuple[int, ...] = ()
     sampling: Sampling | None = None
     scores: bool = True
+
+    def __post_init__(self):
+        """Turn numbers of numpy into Python's: with x64 they would make all results float64."""
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
 
     @property
     def scored(self) -> bool:

@@ -14,9 +14,9 @@ import jax
 from flax import linen as nn
 
 from flaxformer_min.config import Config
+from flaxformer_min.config_fields import has_type, plain
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
 from flaxformer_min.data.corpora import GIVEN
-from flaxformer_min.decoding.choices import is_whole
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation
 from flaxformer_min.experiment.averaging import drop_average, validate_average
@@ -157,7 +157,7 @@ def _check_arguments(config: Any, model: Any, profile: Any, **functions: Any) ->
             "model must be an instance of a Linen module, as Transformer(config.model); got "
             f"{found}."
         )
-    if not is_whole(profile) or profile < 0:
+    if not has_type(plain(profile), int) or profile < 0:
         raise ValueError(f"profile must be a number of steps, at least 0; got {profile!r}.")
     for name, function in functions.items():
         if function is not None and not callable(function):

@@ -59,12 +59,14 @@ class MarianModel(NamedTuple):
     """A Marian model as read.
 
     weights:      by the names of `MarianMTModel`, as float32.
+    path:         the file that has them.
     vocabularies: of source and target; one object where they share it.
     segmenters:   the bytes of both SentencePiece models.
     """
 
     settings: Settings
     weights: dict[str, np.ndarray]
+    path: Path
     vocabularies: tuple[Vocabulary, Vocabulary]
     segmenters: tuple[bytes, bytes]
 
@@ -82,7 +84,8 @@ def import_marian(folder: Path, run: Path) -> None:
 def read_marian(folder: Path) -> MarianModel:
     """Return the model in a folder of Hugging Face."""
     settings = read_settings(folder)
-    weights = read_safetensors(_weights_file(folder))
+    path = _weights_file(folder)
+    weights = read_safetensors(path)
     source = _read_vocabulary(folder / "vocab.json", settings, settings.vocab_sizes[0])
     target = source
     if settings.separate_vocabularies:
@@ -91,7 +94,7 @@ def read_marian(folder: Path) -> MarianModel:
         sentencepiece_model(read_file(folder / name), vocabulary, folder / name)
         for name, vocabulary in (("source.spm", source), ("target.spm", target))
     )
-    return MarianModel(settings, weights, (source, target), segmenters)
+    return MarianModel(settings, weights, path, (source, target), segmenters)
 
 
 def read_npz_model(folder: Path) -> MarianModel:
@@ -113,7 +116,7 @@ def read_npz_model(folder: Path) -> MarianModel:
         for file, vocabulary in zip(segmenters(folder, files), vocabularies, strict=True)
     )
     weights = hugging_face_names(arrays, settings.model)
-    return MarianModel(settings, weights, (source, target), models)
+    return MarianModel(settings, weights, path, (source, target), models)
 
 
 def write_run(marian: MarianModel, run: Path) -> None:
@@ -136,8 +139,8 @@ def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
     """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors."""
     if config.num_layers > len(marian.weights):  # before a model of so many layers is laid out
         raise ValueError(
-            f"{WEIGHTS} must have the {config.num_layers:,} layers that the settings give it; it "
-            f"has {len(marian.weights):,} tensors."
+            f"{marian.path} must have the {config.num_layers:,} layers that the settings give it; "
+            f"it has {len(marian.weights):,} tensors."
         )
     source, target = marian.vocabularies
     weights = dict(marian.weights)
@@ -152,13 +155,14 @@ def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
         shape = list(leaf(shapes, each.path).shape)
         if vocabulary is not None:
             shape[axis] -= vocabulary.added
-        values = _take(weights, each.name, shape[::-1] if each.is_kernel else shape)
+        shape = shape[::-1] if each.is_kernel else shape
+        values = _take(weights, each.name, shape, marian.path)
         values = values.T if each.is_kernel else values
         if vocabulary is not None:
             values = vocabulary.reorder(values, axis)
         _set(params, each.path, np.ascontiguousarray(values))
     weights.setdefault(FINAL_BIAS, np.zeros((1, _imported_size(target)), np.float32))
-    bias = _take(weights, FINAL_BIAS, [1, _imported_size(target)])
+    bias = _take(weights, FINAL_BIAS, [1, _imported_size(target)], marian.path)
     if (path := bias_path(config)) is not None:
         _set(params, path, target.reorder_bias(bias[0]))
     _check_rest(weights, marian)
@@ -169,17 +173,17 @@ def _imported_size(vocabulary: Vocabulary) -> int:
     return len(vocabulary.pieces) - vocabulary.added
 
 
-def _take(weights: dict[str, np.ndarray], name: str, shape: list[int]) -> np.ndarray:
+def _take(weights: dict[str, np.ndarray], name: str, shape: list[int], path: Path) -> np.ndarray:
     if name not in weights:
-        raise ValueError(f"{WEIGHTS} must have the tensor {name!r}; it is missing.")
+        raise ValueError(f"{path} must have the tensor {name!r}; it is missing.")
     values = weights.pop(name)
     if list(values.shape) != shape:
         raise ValueError(
-            f"{WEIGHTS}: {name!r} must have the shape {shape} that the settings give it; it has "
+            f"{path}: {name!r} must have the shape {shape} that the settings give it; it has "
             f"{list(values.shape)}."
         )
     if not np.isfinite(values).all():
-        raise ValueError(f"{WEIGHTS}: {name!r} must be finite; some of its numbers are not.")
+        raise ValueError(f"{path}: {name!r} must be finite; some of its numbers are not.")
     return values
 
 
@@ -265,18 +269,19 @@ def _check_rest(weights: dict[str, np.ndarray], marian: MarianModel) -> None:
     """Some files repeat tied weights or hold the table of positions; anything else is unknown."""
     for name, values in weights.items():
         if name.endswith("embed_positions.weight"):
-            _check_positions(name, values, marian.settings.model.d_model)
+            _check_positions(name, values, marian)
             continue
         tied = ("model.shared.weight", "model.decoder.embed_tokens.weight")
         twins = [marian.weights[one] for one in tied if one in marian.weights and one != name]
         repeated = name == "lm_head.weight" or name.endswith("embed_tokens.weight")
         if not repeated or not any(np.array_equal(values, twin) for twin in twins):
-            raise ValueError(f"{WEIGHTS}: the tensor {name!r} is not understood.")
+            raise ValueError(f"{marian.path}: the tensor {name!r} is not understood.")
 
 
-def _check_positions(name: str, values: np.ndarray, d_model: int) -> None:
+def _check_positions(name: str, values: np.ndarray, marian: MarianModel) -> None:
+    d_model = marian.settings.model.d_model
     if values.ndim == 2 and values.shape[1] == d_model:
         expected = sinusoidal_encoding(jnp.arange(len(values)), d_model, "halves")
         if np.abs(values - np.asarray(expected)).max(initial=0) < TOLERANCE:
             return
-    raise ValueError(f"{WEIGHTS}: {name!r} must hold sines and then cosines; it holds others.")
+    raise ValueError(f"{marian.path}: {name!r} must hold sines and then cosines; it holds others.")

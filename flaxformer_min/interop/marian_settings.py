@@ -135,7 +135,7 @@ def read_settings(folder: Path) -> Settings:
     _check_settings(config, path)
     _check_settings({**config, **generation}, folder / "generation_config.json")
     _check_tokenizer(tokenizer, folder)
-    search = {**config, **generation}
+    search, config = _without_nulls({**config, **generation}), _without_nulls(config)
     start, pad = config["decoder_start_token_id"], config["pad_token_id"]
     source_size = config["vocab_size"]
     target_size = config.get("decoder_vocab_size") or source_size
@@ -152,13 +152,17 @@ def read_settings(folder: Path) -> Settings:
         vocab_sizes=(source_size, target_size),
         separate_vocabularies=not shared,
         languages=_languages(tokenizer),
-        beam_size=_number(search, "num_beams", 4, folder) if "num_beams" in search else 4,
+        beam_size=_number(search, "num_beams", 4, folder),
         length_penalty=_length_penalty(search, folder),
         pad=pad,
         eos=config["eos_token_id"],
         start=start,
         suppressed=suppressed,
     )
+
+
+def _without_nulls(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -203,9 +207,9 @@ def _check_tokenizer(tokenizer: dict[str, Any], folder: Path) -> None:
 def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[int]:
     """Return the imported ids that the search may not produce."""
     eos = search["eos_token_id"]
-    if search.get("forced_eos_token_id", eos) not in (None, eos):
+    if search.get("forced_eos_token_id", eos) != eos:
         raise ValueError(f"{folder}: forced_eos_token_id must be eos_token_id.")
-    bad, tokens = search.get("bad_words_ids") or [], search.get("suppress_tokens") or []
+    bad, tokens = search.get("bad_words_ids", []), search.get("suppress_tokens", [])
     for name, value in (("bad_words_ids", bad), ("suppress_tokens", tokens)):
         if not isinstance(value, list):
             raise ValueError(f"{folder}: {name} must be a list; got {value!r}.")
@@ -279,7 +283,7 @@ def _flag(config: dict[str, Any], name: str, path: Path) -> bool:
 
 
 def _number(search: dict[str, Any], name: str, default: float, folder: Path) -> Any:
-    value = default if search.get(name) is None else search[name]
+    value = search.get(name, default)
     if type(value) not in (int, float) or not 0 <= value < 1000:
         raise ValueError(f"{folder}: {name} must be a number of at least 0; got {value!r}.")
     return value

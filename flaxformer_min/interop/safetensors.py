@@ -14,6 +14,9 @@ from flaxformer_min.runtime.files import write_atomically
 TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 """The types of numbers that a model's weights have."""
 
+MOST_AXES = 32
+"""What every version of numpy can hold, and far more than weights have."""
+
 LONGEST_HEADER = 100_000_000
 """Bytes: the limit of the format itself."""
 
@@ -66,13 +69,13 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
         if len(content) < len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{path}: {twice!r} comes twice.")
+            raise ValueError(f"{twice!r} comes twice")
         return content
 
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} must hold JSON; {error}. Is it truncated?") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must hold complete JSON, each name once; {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object; got {type(content).__name__}.")
     return content
@@ -86,6 +89,10 @@ class _Tensor:
         shape, offsets = entry.get("shape"), entry.get("data_offsets")
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
             raise ValueError(f"{path}: {name!r} must have a shape and two data_offsets.")
+        if len(shape) > MOST_AXES:
+            raise ValueError(
+                f"{path}: {name!r} must have at most {MOST_AXES} axes; it has {len(shape)}."
+            )
         kind = entry.get("dtype")
         if not isinstance(kind, str) or kind not in TYPES:
             raise ValueError(

@@ -1,5 +1,6 @@
 """The vocabulary of an imported model, reordered so that the special tokens have our ids."""
 
+import itertools
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")
 
-BOS_NAMES = ("<s>", "<bos>", "<start>", "<decoder-start>")
 """Names for the start of the decoder where the model has no piece of its own for that."""
 
 SUPPRESSED = -100.0
@@ -71,7 +71,8 @@ def make_vocabulary(pieces: Sequence[str], specials: Specials) -> Vocabulary:
     ordered = [pieces[number] for number in order]
     added = specials.start == specials.pad
     if added:
-        ordered[BOS] = next(name for name in BOS_NAMES if name not in pieces)
+        names = itertools.chain(["<s>"], (f"<s{number}>" for number in itertools.count(2)))
+        ordered[BOS] = next(name for name in names if name not in pieces)
     return Vocabulary(ordered, order, added)
 
 
