@@ -181,6 +181,38 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_open(tmp_path, monke
     checkpoints.close()
 
 
+@pytest.mark.parametrize(
+    "details",
+    [
+        "[os_error_code='28']",
+        """[tensorstore_spec='{"path":"params: a"}'] [source locations='a.cc:1']""",
+    ],
+)
+def test_of_tensorstores_message_only_the_reason_is_told(tmp_path, monkeypatch, details):
+    """Its details are a page long."""
+    checkpoints = Checkpoints(tmp_path, 5)
+
+    def fails():
+        raise ValueError(f"Error writing: /a/b: No space left on device {details}")
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fails)
+    with pytest.raises(OSError, match=r"/.*: No space left on device[.] Earlier ones are intact"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(OSError(errno.ENOSPC, "full"), False), (RuntimeError("mine"), True)]
+)
+def test_of_futures_that_nobody_asks_only_failed_writes_are_not_told(error, is_told):
+    """Of several arrays that cannot be written, Orbax raises the first error alone."""
+    text = "Future exception was never retrieved"
+    told = (type(error), error, None)
+    record = logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, text, (), told)
+    assert bool(logging.getLogger("asyncio").filter(record)) == is_told
+
+
 def test_parameters_in_frozen_dictionaries_are_described_as_well(tmp_path, opens_no_other_arrays):
     """Flax returned them once, and does so still if it is asked to."""
     checkpoints = Checkpoints(tmp_path, 5)

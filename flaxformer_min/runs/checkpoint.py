@@ -55,11 +55,13 @@ EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
 
 def _is_relevant(record: logging.LogRecord) -> bool:
     """Return whether to log a record: not expected warnings, nor errors that Orbax also raises."""
+    message = record.getMessage()
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     raised = any("orbax" in frame.filename for frame in frames)
-    # Of several arrays that cannot be written, Orbax raises the error of the first.
-    raised = raised or record.getMessage().startswith("Future exception was never retrieved")
-    return not (raised or any(word in record.getMessage() for word in EXPECTED_WARNINGS))
+    if message.startswith("Future exception was never retrieved") and record.exc_info:
+        # Of several arrays that cannot be written, Orbax raises the error of the first.
+        raised = raised or _system_error(record.exc_info[1]) is not None
+    return not (raised or any(word in message for word in EXPECTED_WARNINGS))
 
 
 for name in ("absl", "asyncio"):
@@ -329,10 +331,10 @@ def _reason(error: Exception) -> str:
     'No space left on device'
     """
     message = getattr(error, "strerror", None) or first_line(error, None)
-    return message.rpartition(": ")[2].partition(" [os_error_code")[0]
+    return re.sub(r" \[[a-z_]+='.*", "", message).rpartition(": ")[2]
 
 
-def _system_error(error: Exception) -> int | None:
+def _system_error(error: BaseException | None) -> int | None:
     """Return the number of the system's error, which TensorStore writes into its message."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else getattr(error, "errno", None)
