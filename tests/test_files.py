@@ -1,8 +1,10 @@
 """Folders appear whole, where they were asked for, and nothing else is touched."""
 
+import errno
 import os
 import resource
 import signal
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,24 @@ def test_an_empty_folder_is_filled_not_replaced(tmp_path, monkeypatch, name):
     assert (tmp_path / "plain").stat().st_ino == before
     assert (tmp_path / "link").is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["link", "plain"]
+
+
+def test_an_empty_folder_is_filled_where_the_one_above_belongs_to_others(tmp_path, monkeypatch):
+    """As with a volume mounted in a file system that cannot be written."""
+    made = tempfile.mkdtemp
+
+    def mkdtemp(suffix, prefix, folder):
+        if folder == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return made(suffix, prefix, folder)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    (tmp_path / "volume").mkdir()
+    write(tmp_path / "volume")
+    assert os.listdir(tmp_path / "volume") == ["inside"]
+    for cached in (False, True):
+        with pytest.raises(PermissionError, match=str(tmp_path)):
+            write(tmp_path / "new", cached=cached)
 
 
 def write_beside_another(out, **options):

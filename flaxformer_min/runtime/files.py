@@ -87,7 +87,7 @@ def folder_atomically(path: Path, cached: bool = False) -> Iterator[Path]:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path, cached)
-    scratch = Path(tempfile.mkdtemp(PARTIAL, _scratch_prefix(path), path.parent))
+    scratch = _scratch_folder(path, cached)
     try:
         with naming(path):
             yield scratch
@@ -118,9 +118,19 @@ def naming(path: Path | str) -> Iterator[None]:
         raise
 
 
+def _scratch_folder(path: Path, cached: bool) -> Path:
+    """Create the folder that becomes `path`, beside it."""
+    try:
+        return Path(tempfile.mkdtemp(PARTIAL, _scratch_prefix(path), path.parent))
+    except OSError:  # a folder of our own, such as a mounted volume, may be in one that is not
+        if cached or not path.is_dir():
+            raise
+        return Path(tempfile.mkdtemp(PARTIAL, _scratch_prefix(path), path))
+
+
 def _fill(folder: Path, scratch: Path) -> None:
-    """Move everything from `scratch` to an empty folder."""
-    if any(folder.iterdir()):
+    """Move everything from `scratch`, which may be in it, to an empty folder."""
+    if any(each != scratch for each in folder.iterdir()):
         raise ValueError(f"{folder} must be empty; it is not any more. Choose another folder.")
     for file in scratch.iterdir():
         shutil.move(file, folder / file.name)
