@@ -107,7 +107,8 @@ def translations(size: str) -> np.ndarray:
     import jax
 
     from flaxformer_min.config import ModelConfig
-    from flaxformer_min.decoding.batching import BatchRunner, Options
+    from flaxformer_min.decoding.batching import BatchRunner
+    from flaxformer_min.decoding.job import Options
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.tokens import Batch, one_sentence_per_row
 

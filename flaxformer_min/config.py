@@ -293,13 +293,13 @@ class TrainingConfig:
 class DecodingConfig:
     """The search for a translation (section 6.1)."""
 
-    beam_size: int = setting(4, at_least=1, may_change=True)
+    beam_size: int = setting(4, at_least=1, less_than=2**30, may_change=True)
     """Hypotheses per sentence; 1 is greedy decoding."""
 
     length_penalty: float = setting(0.6, at_least=0, at_most=LENGTH_PENALTY_LIMIT, may_change=True)
     """α of Wu et al. 2016, equation 14; 0 prefers short translations."""
 
-    max_extra_tokens: int = setting(50, at_least=1, may_change=True)
+    max_extra_tokens: int = setting(50, at_least=1, less_than=2**30, may_change=True)
     """Most tokens by which a translation may be longer than its source."""
 
     early_stopping: bool = setting(True, may_change=True)

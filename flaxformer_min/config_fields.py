@@ -47,7 +47,7 @@ def check_fields(config: Any, group: str) -> None:
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = plain(getattr(config, field.name))
-        object.__setattr__(config, field.name, value)  # frozen, and not yet anybody's
+        object.__setattr__(config, field.name, value)  # frozen, but nobody else has it yet
         name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
         if not has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")

@@ -203,7 +203,13 @@ def test_of_tensorstores_message_only_the_reason_is_told(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("error", "is_told"), [(OSError(errno.ENOSPC, "full"), False), (RuntimeError("mine"), True)]
+    ("error", "is_told"),
+    [
+        (OSError(errno.ENOSPC, "full"), False),
+        (ValueError("Failed writing: full [os_error_code='28']"), False),
+        (ConnectionResetError(errno.ECONNRESET, "gone"), True),
+        (RuntimeError("mine"), True),
+    ],
 )
 def test_of_futures_that_nobody_asks_only_failed_writes_are_not_told(error, is_told):
     """Of several arrays that cannot be written, Orbax raises the first error alone."""
@@ -211,6 +217,26 @@ def test_of_futures_that_nobody_asks_only_failed_writes_are_not_told(error, is_t
     told = (type(error), error, None)
     record = logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, text, (), told)
     assert bool(logging.getLogger("asyncio").filter(record)) == is_told
+
+
+def test_a_warning_that_another_library_logs_is_told(caplog):
+    """Of the same words as one of Orbax about an option that is set on purpose."""
+    logging.getLogger("absl").warning("the database is read only")
+    assert caplog.messages == ["the database is read only"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: too little")])
+def test_too_little_memory_for_saving_is_no_full_disk(tmp_path, monkeypatch, error):
+    checkpoints = Checkpoints(tmp_path, 5)
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fails)
+    with pytest.raises(type(error)):
+        checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.close()
 
 
 def test_parameters_in_frozen_dictionaries_are_described_as_well(tmp_path, opens_no_other_arrays):
@@ -400,8 +426,9 @@ def test_what_this_process_may_not_read_is_no_damage(copy, monkeypatch, warnings
     """In the words of Python, or of TensorStore."""
     raise_in_place_of_reading(monkeypatch, error)
     reason = "Too many open files|Permission denied"
-    with pytest.raises(OSError, match=f"checkpoint 20 in .* cannot be read: ({reason})[.] It may"):
-        restore(copy)
+    for read in (restore, restore_params):
+        with pytest.raises(OSError, match=f"checkpoint 20 .* cannot be read: ({reason})[.] It may"):
+            read(copy)
     assert not warnings() and not (copy.parent / "damaged").exists()
     monkeypatch.undo()
     assert restore(copy)[0] == 20

@@ -220,6 +220,11 @@ REFUSED = [  # and the table of test_bad_input.py
     ),
     (
         DecodingConfig,
+        dict(max_extra_tokens=2**30),
+        "decoding.max_extra_tokens must be less than 1073741824; got 1073741824.",
+    ),
+    (
+        DecodingConfig,
         dict(suppressed=("▁a",)),
         "decoding.suppressed must be a list, each a whole number; got ('▁a',).",
     ),

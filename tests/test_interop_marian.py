@@ -404,6 +404,9 @@ def test_a_pickle_is_not_read(marian, tmp_path):
     program, flag, code = shlex.split(command)
     assert (program, flag) == ("python", "-c") and repr(str(folder)) in code
     compile(code, "command", "exec")
+    (folder / "pytorch_model.bin").rename(folder / "tf_model.h5")
+    with pytest.raises(ValueError, match="is missing. It has tf_model.h5, which is not read[.]$"):
+        flaxformer_min.import_model(folder, tmp_path / "again")
 
 
 def test_half_precision_is_read_as_it_was_written(tmp_path):
@@ -479,6 +482,17 @@ def test_exported_logits_are_the_same_in_hugging_face(tmp_path, transformers, se
     difference = np.abs(theirs - ours_of(run, source, target)).max()
     print("largest difference of logits:", difference)
     assert difference < 2e-5 * max(1, np.abs(theirs).max())
+
+
+def test_the_recipe_takes_a_line_beyond_the_longest(tmp_path, transformers, capsys):
+    """The source is cut at 1,024 tokens, as this package cuts it."""
+    decoding = DecodingConfig(beam_size=1, max_extra_tokens=4)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, positional_encoding="halves")
+    flaxformer_min.export(run, tmp_path / "out", format="marian")
+    code = (tmp_path / "out" / "README.md").read_text().split("```python")[1].split("```")[0]
+    names = {"FOLDER": str(tmp_path / "out"), "lines": [LINES[0], " ".join(LINES) * 3]}
+    exec(code, names)
+    assert names["batch"]["input_ids"].shape == (2, 1_024) and len(names["texts"]) == 2
 
 
 def test_an_export_has_positions_for_the_longest_translation(tmp_path, transformers):

@@ -19,9 +19,9 @@ import slow_search
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import batching, moves, programs, scheduling, shapes
-from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.decoding.batching import BatchRunner
 from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.job import Job
+from flaxformer_min.decoding.job import Job, Options
 from flaxformer_min.decoding.moves import rows
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape, begin
 from flaxformer_min.decoding.search import Rules
@@ -980,6 +980,9 @@ def test_a_seed_that_would_be_cut_is_refused():
         ({"min_length": 1 << 30}, "min_length must be less than 2**30; got 1073741824."),
         ({"length_penalty": "1"}, "length_penalty must be a number; got '1'."),
         ({"beam_size": 4.0}, "beam_size must be a whole number; got 4.0."),
+        ({"beam_size": 1, "n_best": 2}, "n_best must be from 1 to beam_size"),
+        ({"length_penalty": -1.0}, "length_penalty must be at least 0"),
+        ({"suppressed": (0,)}, "suppressed must be ids from 4 on; got (0,)."),
         ({"max_extra_tokens": 0}, "max_extra_tokens must be at least 1; got 0."),
     ],
 )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
-from flaxformer_min.decoding.batching import Options
 from flaxformer_min.decoding.choices import Sampling
+from flaxformer_min.decoding.job import Options
 from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty_pool
 from flaxformer_min.decoding.programs import run
 from flaxformer_min.model.transformer import Transformer

@@ -45,7 +45,7 @@ BENEATH = {
     "A loop of your own": "training.step.TrainState training.step.init_state "
     "training.step.make_train_step data.batches.shard_batch training.schedule.learning_rate "
     "training.optimizer.make_optimizer training.loss.smoothed_cross_entropy",
-    "Search and scores": "decoding.batching.Options decoding.results.Translation "
+    "Search and scores": "decoding.job.Options decoding.results.Translation "
     "decoding.results.PairScore decoding.results.Attention evaluation.Evaluation",
     "Figures": "plots.figures.attention_figure plots.figures.curves_figure "
     "plots.figures.positions_figure plots.figures.save training.metrics.read_metrics",

@@ -186,8 +186,7 @@ class BatchRunner:
         lines = sorted(sources, key=job.order)
         # Dealt out beforehand: shapes must not depend on which core is faster.
         pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
-        executor = ThreadPoolExecutor(self.cores)
-        try:
+        with _threads(self.cores) as executor:
             running = _start(executor, [pool for pool in pools if pool.admit()])
             while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -203,10 +202,6 @@ class BatchRunner:
                 for batch, hypotheses in results:
                     if batch:
                         yield batch, hypotheses
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
-        executor.shutdown()
 
     def score(
         self, pairs: Sequence[tuple[list[int], list[int]]], stop: StopCheck = None
@@ -243,21 +238,16 @@ class BatchRunner:
     ) -> Iterator[tuple[list[int], Any]]:
         """Yield each batch with its result, while the next batches are running."""
         waiting: list[tuple[list[int], Future]] = []
-        pool = ThreadPoolExecutor(self.cores)
-        try:
+        with _threads(self.cores) as executor:
             for batch in batches:
                 if stop is not None and stop():
                     raise Stopped
-                waiting.append((batch, pool.submit(prepare(batch))))
+                waiting.append((batch, executor.submit(prepare(batch))))
                 if len(waiting) > self.cores:
                     batch, running = waiting.pop(0)
                     yield batch, running.result()
             for batch, running in waiting:
                 yield batch, running.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        pool.shutdown()
 
     def _rows(self, sentences: int, longest: int) -> int:
         """Return the rows that a batch is padded to: one of a few sizes on each device."""
@@ -276,7 +266,8 @@ class BatchRunner:
 
     def shape(self, job: Job, width: int, sentences: int, at_least: int = 0) -> PoolShape:
         """Return the shape of a pool for so many sentences, `at_least` as many on each device."""
-        # Those that nobody can follow leave empty lanes, so a quarter comes when others are done.
+        # A slot stays idle once no sentence waits. So there are slots for three quarters of them,
+        # and the rest join when others are done.
         share = -(-sentences // len(self.devices))
         most = self.most_sentences()
         slots = largest(sizes(most), 3 * share // 4)
@@ -340,6 +331,18 @@ class BatchRunner:
             if self._executables is None:
                 return lowered.compile(options)
             return self._executables.compile(self._key_on_disk(key), lowered, options)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield an executor; after an error, what still runs is not waited for."""
+    executor = ThreadPoolExecutor(count)
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    executor.shutdown()
 
 
 def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:

@@ -19,7 +19,7 @@ BLOCKS = (40, 64)
 remainder, a CPU takes three times as long, because the logits are copied."""
 
 LANES = 128
-"""Their size on a TPU, where columns of another number are moved first."""
+"""Block size on a TPU, whose registers have 128 lanes: other blocks would be copied first."""
 
 
 class Sampling(NamedTuple):

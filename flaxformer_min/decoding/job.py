@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from flaxformer_min.config_fields import has_type
+from flaxformer_min.decoding.checks import check_search, check_suppressed
 from flaxformer_min.decoding.choices import check_sampling
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
@@ -24,7 +25,7 @@ class Options(Rules):
     seed: int = 0
 
     def __post_init__(self):
-        """Raise ValueError for options of another type or out of range."""
+        """Raise ValueError for options of another type, out of range, or contradictory."""
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
@@ -37,17 +38,18 @@ class Options(Rules):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
         if not has_type(self.length_penalty, float):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
-        check_sampling(self.sampling)
-        least = {"beam_size": 1, "n_best": 1, "max_extra_tokens": 1, "min_length": 0, "seed": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
+        for name in ("beam_size", "n_best", "min_length", "max_extra_tokens", "seed"):
+            value, bits = getattr(self, name), 32 if name == "seed" else 30
             if not has_type(value, int):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}; got {value}.")
-            bits = 32 if name == "seed" else 30
             if value >= 1 << bits:
                 raise ValueError(f"{name} must be less than 2**{bits}; got {value}.")
+        for name, least in (("max_extra_tokens", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        check_search(self.beam_size, self.n_best, self.length_penalty, self.min_length)
+        check_suppressed(self.suppressed)
+        check_sampling(self.sampling)
 
 
 @dataclasses.dataclass(frozen=True)

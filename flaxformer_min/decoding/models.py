@@ -1,6 +1,7 @@
 """The models of runs, as a search uses them."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,23 @@ def model_of_run(
 def name_of_model(model: nn.Module | None) -> str:
     """Return the name that a run records of a model of one's own; None has none.
 
-    It is that of the class, and of all classes and functions that the model was built with.
+    It is that of the class, and of all classes and functions that the model was built with; of a
+    `partial` that of its function.
 
-    >>> name_of_model(Transformer(ModelConfig(), position_function=jnp.sin))
+    >>> name_of_model(Transformer(ModelConfig(), position_function=partial(jnp.sin)))
     'Transformer(position_function=sin)'
     """
     if model is None:
         return ""
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    parts = [
-        f"{name}={value.__name__}"
-        for name, value in fields.items()
-        if hasattr(value, "__name__") and value is not getattr(type(model), name, None)
-    ]
+    parts = []
+    for field in dataclasses.fields(model):
+        part = getattr(model, field.name)
+        if part is getattr(type(model), field.name, None):
+            continue
+        while isinstance(part, partial):
+            part = part.func
+        if hasattr(part, "__name__"):
+            parts.append(f"{field.name}={part.__name__}")
     return type(model).__name__ + (f"({', '.join(parts)})" if parts else "")
 
 

@@ -27,9 +27,10 @@ OPTIONS = {
 }
 """Options of the compiler for a platform.
 
-That pass of a CPU's makes two operations of each sum over features or keys, against rounding; they
-are short here, and each operation takes time and memory for itself. An NVIDIA GPU repeats a loop as
-one graph then, where it would wait for the host at each turn, for a quarter of a step.
+On a CPU that pass splits each sum into two operations, to reduce rounding errors. Sums over
+features or keys are short, and each operation takes time and memory of its own. On an NVIDIA GPU,
+CONDITIONAL and WHILE make a graph of each loop, which would otherwise wait for the host at each
+turn, for a quarter of a step.
 """
 
 SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}

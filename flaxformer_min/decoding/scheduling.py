@@ -259,7 +259,7 @@ class Lanes:
                 [self._rows(device, each[:size]) for device, each in enumerate(moving)]
             )
             moving = [each[size:] for each in moving]
-        self.pool = None  # its memory is free before that
+        self.pool = None  # frees its memory before `run` makes the next one
         self.lines = [each + [None] * (sum(sizes) - len(each)) for each in lines]
         self.shape = shape
 

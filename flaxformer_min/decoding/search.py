@@ -314,7 +314,8 @@ def search(
     untempered. The `n_best` best by score are returned. The result for a sentence depends neither
     on the other sentences of the batch nor on `steps`, if that is enough.
 
-    cache:          with a capacity of `steps` tokens.
+    cache:          with room for `steps` tokens of each hypothesis: the `capacity` of
+                    `Transformer.prefill` is `beam_size * steps`.
     max_length:     most tokens of prefix, translation and EOS. The last one is EOS, at its own
                     log-probability, even if the prefix already has as many tokens.
     steps:          most new tokens of any sentence, EOS included: the size of the result.

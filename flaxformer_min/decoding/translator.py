@@ -13,8 +13,9 @@ import numpy as np
 from flax import linen as nn
 
 from flaxformer_min.config import DecodingConfig
-from flaxformer_min.decoding.batching import BatchRunner, Options
+from flaxformer_min.decoding.batching import BatchRunner
 from flaxformer_min.decoding.checks import check_parts
+from flaxformer_min.decoding.job import Options
 from flaxformer_min.decoding.models import (
     check_sows,
     model_of_run,
@@ -31,9 +32,6 @@ from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
 LOGGER = logging.getLogger("flaxformer_min")
-
-DECODING_METHODS = ("encode", "precompute_cross_attention", "prefill", "decode_step")
-"""Methods that a search calls; scoring calls `hidden_states` and `logits` (docs/extending.md)."""
 
 
 class Translator:

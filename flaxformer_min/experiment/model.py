@@ -8,7 +8,6 @@ from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.decoding.models import fit_model, name_of_model
-from flaxformer_min.decoding.translator import DECODING_METHODS
 from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
@@ -16,6 +15,9 @@ from flaxformer_min.tokens import Batch, Tokens
 
 TRAINING_METHODS = ("hidden_states", "logits")
 """Methods that training and validation call: hidden_states(batch) and logits(x)."""
+
+DECODING_METHODS = ("encode", "precompute_cross_attention", "prefill", "decode_step")
+"""Methods that a search calls, besides `logits` (docs/extending.md)."""
 
 
 def build_model(given: nn.Module | None, config: Config, tokenizers: Tokenizers) -> nn.Module:

@@ -48,8 +48,11 @@ from flaxformer_min.runtime.files import folder_atomically, write_atomically
 
 WEIGHTS = "model.safetensors"
 
-PICKLED = ("pytorch_model.bin", "rust_model.ot", "tf_model.h5", "flax_model.msgpack")
-"""Weights in other formats, of which the first can execute code when it is read."""
+PICKLED = "pytorch_model.bin"
+"""Weights in a format that can execute code when it is read."""
+
+OTHER_WEIGHTS = ("rust_model.ot", "tf_model.h5", "flax_model.msgpack")
+"""Weights of other libraries."""
 
 TOLERANCE = 4e-3
 """Of a saved table of positions: more than half a step of bfloat16, in which it may be stored."""
@@ -200,14 +203,15 @@ def _weights_file(folder: Path) -> Path:
         return path
     if (folder / f"{WEIGHTS}.index.json").exists():
         raise ValueError(f"{folder} holds its weights in parts; save it with one {WEIGHTS}.")
-    found = [name for name in PICKLED if (folder / name).exists()]
-    if not found:
-        raise ValueError(f"{folder} must have a file {WEIGHTS}; it is missing.")
+    if not (folder / PICKLED).exists():
+        found = [name for name in OTHER_WEIGHTS if (folder / name).exists()]
+        other = f" It has {found[0]}, which is not read." if found else ""
+        raise ValueError(f"{folder} must have a file {WEIGHTS}; it is missing.{other}")
     name = repr(str(folder))
     code = "from transformers import MarianMTModel as M; "
     code += f"M.from_pretrained({name}).save_pretrained({name})"
     raise ValueError(
-        f"{folder} has its weights as {found[0]}, which is not read, because a pickle may execute "
+        f"{folder} has its weights as {PICKLED}, which is not read, because a pickle may execute "
         f"anything. Convert it: python -c {shlex.quote(code)}."
     )
 

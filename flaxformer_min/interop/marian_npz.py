@@ -230,7 +230,7 @@ def _vocabulary_sizes(arrays: dict[str, np.ndarray], path: Path) -> tuple[int, i
     source, target = (len(arrays[name]) + 1 for name in names)
     if source != target:
         raise ValueError(
-            f"{path}: vocabularies must be equally large, for <pad> is added behind each; got "
+            f"{path}: vocabularies must have the same size, because <pad> gets the next id; got "
             f"{source - 1:,} and {target - 1:,}."
         )
     return source, target

@@ -13,8 +13,6 @@ from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")
 
-"""Names for the start of the decoder where the model has no piece of its own for that."""
-
 SUPPRESSED = -100.0
 """Bias of an added token's logit: low enough that its probability is negligible, but not so low
 that label smoothing over it would dominate the loss in fine-tuning."""

@@ -39,7 +39,7 @@ from flaxformer_min.runtime.distributed import (
     is_main_process,
     main_process_first,
 )
-from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.runtime.files import FULL, write_atomically
 from flaxformer_min.runtime.memory import is_out_of_memory
 
 PyTree = Any
@@ -56,12 +56,16 @@ EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
 def _is_relevant(record: logging.LogRecord) -> bool:
     """Return whether to log a record: not expected warnings, nor errors that Orbax also raises."""
     message = record.getMessage()
-    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
-    raised = any("orbax" in frame.filename for frame in frames)
-    if message.startswith("Future exception was never retrieved") and record.exc_info:
+    if "orbax" in record.pathname and any(word in message for word in EXPECTED_WARNINGS):
+        return False
+    if not record.exc_info:
+        return True
+    _, error, trace = record.exc_info
+    if message.startswith("Future exception was never retrieved"):
         # Of several arrays that cannot be written, Orbax raises the error of the first.
-        raised = raised or _system_error(record.exc_info[1]) is not None
-    return not (raised or any(word in message for word in EXPECTED_WARNINGS))
+        if "os_error_code=" in str(error) or getattr(error, "errno", None) in FULL:
+            return False
+    return not any("orbax" in frame.filename for frame in traceback.extract_tb(trace))
 
 
 for name in ("absl", "asyncio"):
@@ -214,13 +218,7 @@ class Checkpoints:
             try:
                 found = restore_verified(self._manager, step, like)
             except Exception as error:  # Orbax raises whatever its readers raise
-                if is_out_of_memory(error):
-                    raise
-                if _system_error(error) in NOT_DAMAGE:
-                    raise OSError(
-                        f"checkpoint {step} in {self.folder} cannot be read: {_reason(error)}. It "
-                        "may be intact: start again once it can be read."
-                    ) from error
+                raise_unless_damage(error, self.folder, step)
                 wrong = first_line(error)
             # If one process cannot read it, none may continue from it.
             wrong = next(filter(None, gather(f"restored {step}", wrong)), None)
@@ -267,11 +265,28 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemoryError):
+                raise
             raise OSError(
                 f"a checkpoint must be written completely; in {self.folder}: {_reason(error)}. "
                 "Earlier ones are intact. Free some space, and start again to continue from the "
                 "newest."
             ) from error
+
+
+def raise_unless_damage(error: Exception, folder: Path, step: int) -> None:
+    """Raise for what says nothing about the files of a checkpoint that could not be read.
+
+    An OSError if this process may not read one, or has too many files open; the error itself if
+    there is too little memory.
+    """
+    if is_out_of_memory(error):
+        raise error
+    if _system_error(error) in NOT_DAMAGE:
+        raise OSError(
+            f"checkpoint {step} in {folder} cannot be read: {_reason(error)}. It may be intact: "
+            "start again once it can be read."
+        ) from error
 
 
 def check_path(folder: Path) -> None:
@@ -334,7 +349,7 @@ def _reason(error: Exception) -> str:
     return re.sub(r" \[[a-z_]+='.*", "", message).rpartition(": ")[2]
 
 
-def _system_error(error: BaseException | None) -> int | None:
+def _system_error(error: Exception) -> int | None:
     """Return the number of the system's error, which TensorStore writes into its message."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else getattr(error, "errno", None)

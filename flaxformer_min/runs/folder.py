@@ -174,9 +174,9 @@ class RunFolder:
 
     def keep_average(self, params: Any, step: int) -> None:
         """Save these parameters as the mean, to translate with from now on."""
-        meta = {"identity": self.identity()} if self.exists else {}
+        state = {"params": replicate(params, jax.local_devices())}
         with contextlib.closing(Checkpoints(self.averaged, keep=1)) as checkpoints:
-            checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
+            checkpoints.save(step, state, {"identity": self.identity()})
 
     def drop_average(self) -> None:
         """Remove the mean, to translate with the best checkpoint."""
@@ -365,7 +365,7 @@ class RunFolder:
 
 
 def records(recorded: str, name: str) -> bool:
-    """Return whether a run recorded the model of this name; once it was the class alone.
+    """Return whether a run recorded the model of this name; earlier versions, its class alone.
 
     >>> records("Mine", "Mine(attention=Own)"), records("Mine(attention=Own)", "Mine")
     (True, False)

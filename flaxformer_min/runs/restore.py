@@ -7,10 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.runs.checkpoint import first_line, restore_verified, steps_due
+from flaxformer_min.runs.checkpoint import (
+    first_line,
+    raise_unless_damage,
+    restore_verified,
+    steps_due,
+)
 from flaxformer_min.runs.description import MODELS, cost_of, read_description, steps_of
 from flaxformer_min.runtime.distributed import index
-from flaxformer_min.runtime.memory import is_out_of_memory
 
 PyTree = Any
 
@@ -23,7 +27,7 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
     These are the parameters, or their moving average if the checkpoint has one. `step` None: the
     best by validation if one was validated, else the newest. A damaged checkpoint is logged as a
     warning and the next best is tried. Raises ValueError if there is none, none is intact, or the
-    requested one does not exist.
+    requested one does not exist; OSError if this process may not read one.
     """
     import orbax.checkpoint as ocp
 
@@ -49,8 +53,7 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
                 state, _ = restore_verified(manager, candidate, {name: like}, partial=True)
                 return candidate, state[name]
             except Exception as error:  # Orbax raises whatever its readers raise
-                if is_out_of_memory(error):
-                    raise
+                raise_unless_damage(error, folder, candidate)
                 LOGGER.warning(
                     "checkpoint %d in %s is damaged (%s).", candidate, folder, first_line(error)
                 )
