@@ -130,6 +130,15 @@ def renamed(
     }
 
 
+def fixed_settings(group: str, config: Any) -> dict[str, Any]:
+    """Return the settings of a group that a continued run must not change, as "model.d_ff"."""
+    return {
+        f"{group}.{field.name}": getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if not field.metadata["may_change"]
+    }
+
+
 def differences(old: Any, new: Any) -> list[str]:
     """Return one line for each changed setting that a continued run must not change.
 
@@ -151,11 +160,9 @@ def differences(old: Any, new: Any) -> list[str]:
 
 def differences_of_group(name: str, old: Any, new: Any) -> list[str]:
     """Return the `differences` of one group, such as "model"."""
+    before, now = fixed_settings(name, old), fixed_settings(name, new)
     return [
-        f"{name}.{field.name}: {before!r} in the run, {now!r} now"
-        for field in dataclasses.fields(old)
-        if not field.metadata["may_change"]
-        for before in [getattr(old, field.name)]
-        for now in [getattr(new, field.name)]
-        if before != now
+        f"{setting}: {before[setting]!r} in the run, {now[setting]!r} now"
+        for setting in before
+        if before[setting] != now[setting]
     ]

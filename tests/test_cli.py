@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import copy
 import gzip
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
+from flaxformer_min.cli.lines import Stop, write
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batching
 from flaxformer_min.decoding.choices import Sampling
@@ -29,6 +31,7 @@ from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.shapes import LENGTHS
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.plots import figures as plots
+from flaxformer_min.runtime.signals import SIGNALS
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
 LOADED = {}
@@ -256,7 +259,7 @@ ERRORS = [
     ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
     ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* from 1 to 100,000"),
     ("translate {run} --min-length -1", "--min-length: must be a whole number from 0 to 100,000"),
-    ("translate {run} --n-best 3", "--n-best must not exceed.*got 3 of 2. Raise --beam-size"),
+    ("translate {run} --n-best 3", "n_best must be from 1 to beam_size.*n_best=3, beam_size=2"),
     ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
     ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),
     ("translate {run} --top-k 2", "--top-k is for sampling"),
@@ -492,6 +495,49 @@ def test_a_signal_lets_the_chunk_end_and_leaves_what_is_done(
 
     monkeypatch.setattr(Translator, "hypotheses", hypotheses)
     assert call("translate {run}", b"ab\n" * 2_000) == (status, "ba\n" * 1_024, "")
+
+
+class Unbuffered(io.RawIOBase):
+    """A stream that takes seven bytes at once, as a full pipe may without a buffer."""
+
+    def __init__(self):
+        self.taken = b""
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        self.taken += bytes(content[:7])
+        return len(content[:7])
+
+
+def test_output_without_a_buffer_is_written_whole():
+    output = Unbuffered()
+    write(output, ["eine Zeile", "", "noch eine"])
+    assert output.taken == b"eine Zeile\n\nnoch eine\n"
+
+
+def test_output_that_takes_nothing_is_an_error(monkeypatch):
+    output = Unbuffered()
+    monkeypatch.setattr(output, "write", lambda content: None)
+    with pytest.raises(BlockingIOError, match="temporarily unavailable"):
+        write(output, ["eine Zeile"])
+
+
+def test_signals_end_the_process_while_modules_are_imported(monkeypatch):
+    """An exception amid the start of an extension may crash it, or pass for its own error."""
+    monkeypatch.setattr(cli.gc, "freeze", lambda: None)
+    with Stop():
+        before = [signal.getsignal(number) for number in SIGNALS]
+        with cli._importing(owns_process=True):
+            assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._importing(owns_process=True):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
 
 
 def test_a_signal_leaves_no_half_of_a_file(call, mirror, monkeypatch, tmp_path):

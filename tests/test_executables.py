@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -308,6 +309,31 @@ def test_a_damaged_program_is_compiled_anew_and_replaced(run, kept, tmp_path, da
     assert keeping(run, tmp_path).score(PAIRS) == scores
     monkeypatch.setattr(BatchRunner, "_compile", None)
     assert keeping(run, tmp_path).score(PAIRS) == scores
+
+
+def test_a_program_under_the_name_of_another_is_compiled_anew_and_replaced(run, kept, tmp_path):
+    """It may have the same shapes, and search by other rules."""
+    folder, translation, scores = kept
+    names = sorted(path.name for path in programs(folder))
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        (tmp_path / other).write_bytes((folder / name).read_bytes())
+    translator = keeping(run, tmp_path)
+    assert translator.score(PAIRS) == scores
+    assert translator.translate(LINES, beam_size=1) == translation
+
+
+def test_the_folder_is_known_while_a_program_is_compiled(tmp_path):
+    """For which jax's cache is disabled in the whole process."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        with ThreadPoolExecutor() as executor:
+            with executables._without_jax_cache():
+                found = executor.submit(executables.executables_folder)
+                time.sleep(0.1)
+            assert found.result() == tmp_path / "ready"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(run, kept, tmp_path):

@@ -1,6 +1,7 @@
 """Training as a library call: what it takes, what it leaves, and how it is interrupted."""
 
 import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from flaxformer_min import (
 )
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.data.corpora.pairs import as_pairs
+from flaxformer_min.decoding.models import name_of_model
 from flaxformer_min.experiment.prepare import open_text, prepare
 from flaxformer_min.experiment.run import usable_example
 from flaxformer_min.experiment.validation import Validator
@@ -256,6 +258,53 @@ def test_a_model_of_another_width_is_refused_and_no_checkpoint_is_moved(tmp_path
     assert not (folder / "damaged").exists()
     again = train(CONFIG, folder, pairs=PAIRS, model=Bigram(size))
     assert again.validation == former.validation
+
+
+def test_a_run_does_not_begin_with_parameters_of_another_width(tmp_path, uncut):
+    size = uncut.run.model_config().vocab_size
+    train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Bigram(size))
+    training = dataclasses.replace(CONFIG.training, init_from=str(tmp_path / "run"))
+    config = dataclasses.replace(CONFIG, training=training)
+    shapes = rf"is float32\[{size}, 8\] in the checkpoint, float32\[{size}, 9\] in the model"
+    with pytest.raises(ValueError, match=f"the same model; in .*run table/embedding {shapes}"):
+        train(config, tmp_path / "other", pairs=PAIRS, model=Bigram(size, 9))
+
+
+def test_parts_of_a_model_are_named_whatever_they_are():
+    """Or a run would continue with another model that has the same parameters."""
+
+    class Positions:
+        def __call__(self, positions, d_model):
+            return jnp.zeros((positions.size, d_model))
+
+    model = Transformer(CONFIG.model, position_function=Positions())
+    assert name_of_model(model) == "Transformer(position_function=Positions)"
+
+    class Wrapped(nn.Module):
+        inner: nn.Module
+
+    assert name_of_model(Wrapped(Bigram(5))) == "Wrapped(inner=Bigram)"
+    assert name_of_model(Wrapped(model)) == f"Wrapped(inner={name_of_model(model)})"
+
+
+def test_a_second_training_in_a_process_is_refused(tmp_path):
+    """Orbax's files of both would be mixed up."""
+    refused = []
+
+    def stop():
+        with pytest.raises(ValueError, match="a process trains one run at a time"):
+            train(CONFIG, tmp_path / "second", pairs=PAIRS)
+        refused.append(True)
+        return True
+
+    assert train(CONFIG, tmp_path / "first", pairs=PAIRS, stop=stop).stopped
+    assert refused
+    assert not train(CONFIG, tmp_path / "first", pairs=PAIRS).stopped
+
+
+def test_a_workdir_that_is_no_folder_is_refused():
+    with pytest.raises(ValueError, match="workdir must be a folder, as text or a Path; got None"):
+        inspect.unwrap(train)(CONFIG, None, pairs=PAIRS)
 
 
 def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):

@@ -33,7 +33,7 @@ from training_jobs import small_config, write_config
 import flaxformer_min
 from flaxformer_min import cli
 from flaxformer_min.cli.train import read_arguments
-from flaxformer_min.config import Config, DataConfig, ModelConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.choices import Sampling, check_sampling
@@ -406,6 +406,27 @@ def test_an_edited_setting_of_the_model_is_an_error_that_names_it(copied, settin
         RunFolder(copied).params()
 
 
+PAIRS = {"train": [("one two", "two one"), ("two", "two")] * 20, "validation": [("one", "one")]}
+
+
+@pytest.mark.parametrize(
+    "setting, value", [("clip_norm", 0.9), ("ema_decay", 0.5), ("learning_rate_scale", 3.0)]
+)
+def test_an_edited_setting_of_training_is_an_error_that_names_it(tmp_path, setting, value):
+    """The text alone may have moved, and whoever translates needs no settings of training."""
+    data = DataConfig(source_row_length=16, target_row_length=16, rows_per_batch=4)
+    model = ModelConfig(vocab_size=300, num_layers=1, d_model=8, d_ff=8, num_heads=2)
+    training = TrainingConfig(steps=2, warmup_steps=2, validation_sentences=0)
+    train(Config(data, model, training), tmp_path, pairs=PAIRS)
+    rewrite_config(tmp_path, "training", **{setting: value})
+    edited = RunFolder(tmp_path).config()
+    with pytest.raises(ValueError, match=f"training.{setting}: .* in the checkpoint, {value} in"):
+        train(edited, tmp_path, pairs=PAIRS)
+    assert RunFolder(tmp_path).params().step == 2
+    rewrite_config(tmp_path, "training", **{setting: getattr(training, setting)})
+    assert train(RunFolder(tmp_path).config(), tmp_path, pairs=PAIRS).step == 2
+
+
 @pytest.mark.parametrize("setting, value", [("dropout", 0.3), ("dtype", "bfloat16")])
 def test_a_setting_that_parameters_do_not_depend_on_may_change(copied, setting, value):
     rewrite_config(copied, "model", **{setting: value})
@@ -775,7 +796,7 @@ def test_search_options_are_of_their_type_and_in_range(changes):
 def test_sampling_is_a_distribution():
     with pytest.raises(ValueError, match="sampling must be a Sampling.*; got True"):
         without_type_checks("choices").check_sampling(True)
-    with pytest.raises(ValueError, match=r"temperature must be a number; got \[1.0\]"):
+    with pytest.raises(ValueError, match=r"temperature must be a number; got \(1.0,\)"):
         Options(sampling=Sampling(temperature=[1.0]))
     with pytest.raises(ValueError, match="top_k must be .* a whole number; got True"):
         check_sampling(Sampling(top_k=True))

@@ -483,7 +483,8 @@ def test_tensorboard_has_the_metrics_at_once(tmp_path):
 def test_a_resumed_run_drops_later_metrics_and_what_is_not_a_record(tmp_path):
     """A truncated line, bytes that are not text, a number, a record without a step."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n3\n{"loss": 1}\n\xff\x80\n{"step": 3}\n{"step": 2}\n{"st')
+    far = b'{"step": 1%s}\n' % (b"0" * 5_000)
+    path.write_bytes(far + b'{"step": 1}\n3\n{"loss": 1}\n\xff\x80\n{"step": 3}\n{"step": 2}\n{"st')
     MetricsLog(path, tmp_path / "tensorboard", resumed_from=2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 

@@ -17,7 +17,7 @@ from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
 from flaxformer_min.cli.terminal import log_to_terminal
 from flaxformer_min.runtime.memory import tune_malloc, with_oom_hint
-from flaxformer_min.runtime.signals import Stopped
+from flaxformer_min.runtime.signals import SIGNALS, Stopped
 from flaxformer_min.runtime.streams import (
     CLOSED_PIPE,
     drop_unwritable,
@@ -94,15 +94,17 @@ def _ignore_late_writes() -> None:
 
 @contextlib.contextmanager
 def _importing(owns_process: bool) -> Iterator[None]:
-    """Let Ctrl-C end the process during imports, which an exception would leave half done."""
+    """Let signals end the process during imports, which an exception would leave half done."""
     if not owns_process:
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     gc.freeze()  # or the garbage collector would search what was imported at exit, for 0.5 s
 
 

@@ -1,6 +1,7 @@
 """Input and output of lines, and interruption between them."""
 
 import contextlib
+import errno
 import math
 import os
 import select
@@ -168,7 +169,12 @@ def open_output(path: str | None) -> contextlib.AbstractContextManager[BinaryIO]
 
 def write(output: BinaryIO, lines: list[str]) -> None:
     """Write lines, and flush them."""
-    output.write("".join(f"{line}\n" for line in lines).encode())
+    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+    while rest:  # stdout without a buffer, as with PYTHONUNBUFFERED, may take a part
+        taken = output.write(rest)
+        if taken is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        rest = rest[taken:]
     output.flush()
 
 

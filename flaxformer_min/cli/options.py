@@ -34,11 +34,6 @@ def search_options(args: argparse.Namespace, translator: Any, scores: bool) -> A
         changes |= {"sampling": sampling, "seed": args.seed or 0}
         changes.setdefault("beam_size", args.n_best)
     options = translator.options(**changes, scores=scores)
-    if options.n_best > options.beam_size:
-        raise ValueError(
-            f"--n-best must not exceed the number of hypotheses; got {options.n_best} of "
-            f"{options.beam_size}. Raise --beam-size."
-        )
     vocab_size = translator.target_tokenizer.vocab_size
     if options.beam_size > vocab_size:
         raise ValueError(

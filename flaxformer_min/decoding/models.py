@@ -57,8 +57,8 @@ def model_of_run(
 def name_of_model(model: nn.Module | None) -> str:
     """Return the name that a run records of a model of one's own; None has none.
 
-    It is that of the class, and of all classes and functions that the model was built with; of a
-    `partial` that of its function.
+    It is that of the class, and of all classes, functions and modules that the model was built
+    with; of a `partial` that of its function.
 
     >>> name_of_model(Transformer(ModelConfig(), position_function=partial(jnp.sin)))
     'Transformer(position_function=sin)'
@@ -68,12 +68,14 @@ def name_of_model(model: nn.Module | None) -> str:
     parts = []
     for field in dataclasses.fields(model):
         part = getattr(model, field.name)
-        if part is getattr(type(model), field.name, None):
+        if field.name == "parent" or part is getattr(type(model), field.name, None):
             continue
         while isinstance(part, partial):
             part = part.func
-        if hasattr(part, "__name__"):
-            parts.append(f"{field.name}={part.__name__}")
+        if isinstance(part, nn.Module):
+            parts.append(f"{field.name}={name_of_model(part)}")
+        elif callable(part):
+            parts.append(f"{field.name}={getattr(part, '__name__', type(part).__name__)}")
     return type(model).__name__ + (f"({', '.join(parts)})" if parts else "")
 
 

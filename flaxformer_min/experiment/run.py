@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from flaxformer_min.experiment.report import (
     report_first_step,
     report_start,
 )
-from flaxformer_min.experiment.state import initialise, restore
+from flaxformer_min.experiment.state import initialise, restore, training_identity
 from flaxformer_min.experiment.validation import (
     Validator,
     score_test_set,
@@ -57,6 +57,9 @@ LOGGER = logging.getLogger("flaxformer_min")
 
 POLL_SECONDS = 0.2
 """The main thread checks for an interrupt at least this often while training runs."""
+
+TRAINING = threading.Lock()
+"""Held by the training of this process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +125,13 @@ def train(
     >>> config = Config(...)                                    # doctest: +SKIP
     >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
     """
-    _check_arguments(config, model, profile, token_loss=token_loss, stop=stop)
+    _check_arguments(config, workdir, model, profile, token_loss=token_loss, stop=stop)
     run, interrupt = RunFolder(workdir), Interrupt(stop)
     with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
         with main_process_first("lock"):
             if is_main_process():
                 held.enter_context(run.locked())
+        held.enter_context(_alone())
         watch, compiled = Stopwatch(), held.enter_context(CompileClock())
         try:
             prepared = prepare(run, with_dtype(with_architecture(config, model)), pairs)
@@ -143,13 +147,29 @@ def train(
         return result
 
 
-def _check_arguments(config: Any, model: Any, profile: Any, **functions: Any) -> None:
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse a second training in this process, whose checkpoints Orbax would mix up."""
+    if not TRAINING.acquire(blocking=False):
+        raise ValueError(
+            "a process trains one run at a time, and another is being trained. Wait for its end, "
+            "or start another process."
+        )
+    try:
+        yield
+    finally:
+        TRAINING.release()
+
+
+def _check_arguments(config: Any, workdir: Any, model: Any, profile: Any, **functions: Any) -> None:
     """Raise ValueError for an argument of another type than `train` takes."""
     if not isinstance(config, Config):
         raise ValueError(
             "config must be a Config, as Config(training=TrainingConfig(steps=100)); got "
             f"{type(config).__name__}."
         )
+    if not isinstance(workdir, (str, Path)):
+        raise ValueError(f"workdir must be a folder, as text or a Path; got {workdir!r}.")
     if model is not None and not isinstance(model, nn.Module):
         is_class = isinstance(model, type)
         found = f"the class {model.__name__}" if is_class else type(model).__name__
@@ -306,7 +326,8 @@ class Job:
     ) -> Trainer:
         run, training = self.run, self.config.training
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
-            check_identity(run.checkpoints, run.identity())
+            identity = training_identity(run, self.config)
+            check_identity(run.checkpoints, identity)
             compared = what_is_compared(self.config, self.prepared.encoded["validation"].digest)
             state, progress = restore(checkpoints, state, batches, self.config, compared)
             step = int(state.step)
@@ -326,7 +347,7 @@ class Job:
                     validate,
                     self.poll,
                     progress,
-                    run.identity(),
+                    identity,
                 )
                 trainer.run()
         return trainer

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxformer_min.config import Config
+from flaxformer_min.config_fields import fixed_settings
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.runs.checkpoint import Checkpoints
+from flaxformer_min.runs.description import first_difference, types_by_path, types_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.training.debug import stopping_at_not_finite
@@ -19,6 +21,9 @@ from flaxformer_min.training.loss import TokenLoss
 from flaxformer_min.training.step import TrainState, init_state, make_train_step
 
 LOGGER = logging.getLogger("flaxformer_min")
+
+MAY_MOVE = ("data.corpus", "training.init_from")
+"""Settings that may be changed in the config.json of a run, because they are paths."""
 
 
 def initialise(
@@ -44,6 +49,14 @@ def initialise(
     if config.training.debug_nans:
         train_step = stopping_at_not_finite(train_step, model, config.training, token_loss)
     return state, train_step
+
+
+def training_identity(run: RunFolder, config: Config) -> dict[str, Any]:
+    """Return what a checkpoint must be continued with: `RunFolder.identity` and other settings."""
+    settings = fixed_settings("data", config.data) | fixed_settings("training", config.training)
+    for name in MAY_MOVE:
+        del settings[name]
+    return settings | run.identity()
 
 
 def restore(
@@ -89,8 +102,18 @@ def _drop_other_scores(checkpoints: Checkpoints, progress: Progress, compared: s
 
 
 def init_from(former: RunFolder, state: TrainState) -> TrainState:
-    """Return an initial state with the parameters that another run translates with."""
+    """Return an initial state with the parameters that another run translates with.
+
+    Raises ValueError if they are of a model with other parameters, as may be one of the caller's
+    own, whose fields are no settings.
+    """
     found = former.params()
+    both = (types_by_path(types_of(tree)) for tree in (found.params, state.params))
+    if difference := first_difference(*both):
+        raise ValueError(
+            f"training.init_from needs a run of the same model; in {former.path} {difference}. "
+            "Pass the model that it was trained with, or leave out training.init_from."
+        )
     LOGGER.info("Beginning with the parameters of step %s of %s.", f"{found.step:,}", former.path)
     params = replicate(found.params, jax.local_devices())
     # A copy, because a buffer cannot be donated twice.

@@ -100,18 +100,26 @@ def check_parameters(folder: Path, step: int, like: Mapping[str, PyTree]) -> Non
     described = (read_description(folder, step) or {}).get("arrays") or {}
     own = types_of({name: like[name] for name in MODELS if name in like})
     for name in (name for name in MODELS if described.get(name) and own.get(name)):
-        saved, needed = (_by_path(tree[name]) for tree in (described, own))
-        if differing := sorted({*saved.items()} ^ {*needed.items()}):
-            path = differing[0][0]
+        saved, needed = (types_by_path(tree[name]) for tree in (described, own))
+        if difference := first_difference(saved, needed):
             raise ValueError(
                 f"checkpoint {step} in {folder} is of a model with other parameters: "
-                f"{path} is {saved.get(path, 'missing')} in the checkpoint, "
-                f"{needed.get(path, 'missing')} in the model. Pass the model that it was trained "
-                "with, or choose another --workdir."
+                f"{difference}. Pass the model that it was trained with, or choose another "
+                "--workdir."
             )
 
 
-def _by_path(types: PyTree) -> dict[str, str]:
+def first_difference(saved: dict[str, str], needed: dict[str, str]) -> str:
+    """Return the first of `types_by_path` in which a checkpoint and a model differ, or nothing."""
+    differing = sorted({*saved.items()} ^ {*needed.items()})
+    if not differing:
+        return ""
+    path = differing[0][0]
+    found, expected = (types.get(path, "missing") for types in (saved, needed))
+    return f"{path} is {found} in the checkpoint, {expected} in the model"
+
+
+def types_by_path(types: PyTree) -> dict[str, str]:
     """Return `types_of` as "float32[2, 3]" by the names of all levels."""
     leaves = jax.tree_util.tree_leaves_with_path(types, is_leaf=lambda x: isinstance(x, list))
     return {

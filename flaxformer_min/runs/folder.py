@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxformer_min.config import DROPOUTS, Config, ModelConfig
-from flaxformer_min.config_fields import differences, differences_of_group
+from flaxformer_min.config_fields import differences, differences_of_group, fixed_settings
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.runs.checkpoint import Checkpoints, check_path
@@ -140,11 +140,9 @@ class RunFolder:
         speed or training are left out.
         """
         config = self.config()
-        settings = {
-            f"model.{field.name}": getattr(config.model, field.name)
-            for field in dataclasses.fields(ModelConfig)
-            if not field.metadata["may_change"] and field.name not in DROPOUTS
-        }
+        settings = fixed_settings("model", config.model)
+        for name in DROPOUTS:
+            del settings[f"model.{name}"]
         names = self._tokenizer_names(config)
         tokenizers = self.tokenizers()
         return settings | {
@@ -174,9 +172,9 @@ class RunFolder:
 
     def keep_average(self, params: Any, step: int) -> None:
         """Save these parameters as the mean, to translate with from now on."""
-        state = {"params": replicate(params, jax.local_devices())}
+        meta = {"identity": self.identity()} if self.exists else {}
         with contextlib.closing(Checkpoints(self.averaged, keep=1)) as checkpoints:
-            checkpoints.save(step, state, {"identity": self.identity()})
+            checkpoints.save(step, {"params": replicate(params, jax.local_devices())}, meta)
 
     def drop_average(self) -> None:
         """Remove the mean, to translate with the best checkpoint."""

@@ -79,7 +79,9 @@ class ExecutableCache:
         try:
             stored = path.read_bytes()
             with returning_freed_memory():
-                program = pickle.loads(zlib.decompress(stored))
+                name, *program = pickle.loads(zlib.decompress(stored))
+                if name != path.name:
+                    raise ValueError("it is another program, renamed")
                 return deserialize_and_load(*program, execution_devices=self.devices)
         except FileNotFoundError:
             return None
@@ -96,8 +98,9 @@ class ExecutableCache:
         if SOURCE is None or _source_digest() != SOURCE:
             return program
         try:
-            content = zlib.compress(pickle.dumps(serialize(program)))
-            write_atomically(self._path(key), content, cached=True)
+            path = self._path(key)
+            content = zlib.compress(pickle.dumps((path.name, *serialize(program))))
+            write_atomically(path, content, cached=True)
         except Exception as error:  # also of jax, if it cannot store a program of this kind
             LOGGER.debug("a compiled program is not kept: %s", error)
         return program
@@ -111,7 +114,9 @@ class ExecutableCache:
 def executables_folder() -> Path | None:
     """Return a folder in that of jax's cache; None if that is disabled, or not on a disk."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    with _COMPILING:  # while a program is compiled, the cache is disabled
+        enabled = jax.config.jax_enable_compilation_cache
+    if not folder or "://" in folder or not enabled:
         return None
     return Path(folder) / "ready"
 

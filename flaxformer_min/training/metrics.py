@@ -129,7 +129,7 @@ def read_metrics(jsonl: Path) -> list[dict]:
     text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
     records = []
     for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):
             # Earlier versions wrote NaN, which is not JSON.
             records.append(json.loads(line, parse_constant=lambda name: None))
     return [
