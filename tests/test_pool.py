@@ -156,14 +156,14 @@ def expect_as_alone(found, table, sources, extra, enough=1e9, **settings):
 
 
 def watch_builds(monkeypatch, see):
-    """Call `see` with the arguments of each `Lanes._build` before it."""
-    build = scheduling.Lanes._build
+    """Call `see` with the arguments of each `PoolScheduler._build` before it."""
+    build = scheduling.PoolScheduler._build
 
     def building(*arguments):
         see(*arguments)
         build(*arguments)
 
-    monkeypatch.setattr(scheduling.Lanes, "_build", building)
+    monkeypatch.setattr(scheduling.PoolScheduler, "_build", building)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def schedule(monkeypatch):
     And the most that paused at once.
     """
     shapes, paused, most = [], set(), [0]
-    pause = scheduling.Lanes._pause
+    pause = scheduling.PoolScheduler._pause
 
     def see(_, shape, resumed, sizes, arrays):
         if len(sizes) == 1:
@@ -185,7 +185,7 @@ def schedule(monkeypatch):
         most[0] = max(most[0], len(self.paused))
 
     watch_builds(monkeypatch, see)
-    monkeypatch.setattr(scheduling.Lanes, "_pause", pausing)
+    monkeypatch.setattr(scheduling.PoolScheduler, "_pause", pausing)
     return shapes, paused, most
 
 
@@ -410,9 +410,9 @@ def test_sentences_that_paused_go_on_among_the_last_or_after_them_if_these_leave
     sources, settings = make_sources([9] * 40), {"beam_size": 3, "n_best": 2}
     table, calls = make_table(eos=eos), []
 
-    def see(lanes, shape, resumed, sizes, arrays):
+    def see(scheduler, shape, resumed, sizes, arrays):
         if len(sizes) > 1:
-            alive = sum(line is not None for line in lanes.lines[0])
+            alive = sum(line is not None for line in scheduler.lines[0])
             calls.append((shape.slots + shape.newcomers, alive, resumed))
 
     watch_builds(monkeypatch, see)
@@ -510,14 +510,14 @@ def watch_programs(monkeypatch, see):
 
 def test_a_pool_is_freed_before_the_next_program_is_loaded_or_compiled(monkeypatch):
     pool, alive = [], []
-    run = scheduling.Lanes.run
+    run = scheduling.PoolScheduler.run
 
-    def running(lanes, launched):
-        report = run(lanes, launched)
-        pool[:] = [weakref.ref(array) for array in jax.tree.leaves(lanes.pool)]
+    def running(scheduler, launched):
+        report = run(scheduler, launched)
+        pool[:] = [weakref.ref(array) for array in jax.tree.leaves(scheduler.pool)]
         return report
 
-    monkeypatch.setattr(scheduling.Lanes, "run", running)
+    monkeypatch.setattr(scheduling.PoolScheduler, "run", running)
     watch_programs(monkeypatch, lambda: alive.append([array() is not None for array in pool]))
     sources = make_sources([*[9] * 20, *[30] * 20])
     _, runner = find(make_table(eos=0.7), sources, max_extra_tokens=9)
@@ -531,18 +531,18 @@ def test_a_pool_is_freed_before_the_next_program_is_loaded_or_compiled(monkeypat
 def test_all_pools_search_while_the_caller_has_what_was_found(monkeypatch):
     """Two cores, so two searches are on their way, unless none is left to begin."""
     launched, done = [], []
-    run, collect = scheduling.Lanes.run, scheduling.Lanes.collect
+    run, collect = scheduling.PoolScheduler.run, scheduling.PoolScheduler.collect
 
-    def running(lanes, event):
-        launched.append(lanes)
-        return run(lanes, event)
+    def running(scheduler, event):
+        launched.append(scheduler)
+        return run(scheduler, event)
 
-    def collecting(lanes, report):
-        done.append(lanes)
-        return collect(lanes, report)
+    def collecting(scheduler, report):
+        done.append(scheduler)
+        return collect(scheduler, report)
 
-    monkeypatch.setattr(scheduling.Lanes, "run", running)
-    monkeypatch.setattr(scheduling.Lanes, "collect", collecting)
+    monkeypatch.setattr(scheduling.PoolScheduler, "run", running)
+    monkeypatch.setattr(scheduling.PoolScheduler, "collect", collecting)
     table = jnp.asarray(make_table(eos=0.7))
     runner = BatchRunner([Table()], [table], 8)
     runner.cores, sources = 2, make_sources([9] * 60)
@@ -564,16 +564,16 @@ def test_a_search_that_fails_as_it_is_launched_raises(monkeypatch):
 def test_no_core_searches_while_a_program_is_loaded_or_compiled(monkeypatch):
     """So that each has left the pool that it outgrew."""
     searching, seen = [], []
-    run = scheduling.Lanes.run
+    run = scheduling.PoolScheduler.run
 
-    def running(lanes, launched):
-        searching.append(lanes)
+    def running(scheduler, launched):
+        searching.append(scheduler)
         time.sleep(0.02 * len(searching))
-        report = run(lanes, launched)
-        searching.remove(lanes)
+        report = run(scheduler, launched)
+        searching.remove(scheduler)
         return report
 
-    monkeypatch.setattr(scheduling.Lanes, "run", running)
+    monkeypatch.setattr(scheduling.PoolScheduler, "run", running)
     watch_programs(monkeypatch, lambda: seen.append(len(searching)))
     sources = make_sources([*[9] * 21, *[40] * 12])
     find(make_table(eos=0.7), sources, cores=2, max_extra_tokens=9)
@@ -930,8 +930,8 @@ def test_a_small_pool_moves_on_when_the_next_has_room_for_half_of_it(monkeypatch
     """Those of 16 slots do not have to be done before 200 longer ones begin in 8 slots."""
     alive = {}
 
-    def see(lanes, shape, *_):
-        alive.setdefault(shape.slots, lanes._fullest())
+    def see(scheduler, shape, *_):
+        alive.setdefault(shape.slots, scheduler._fullest())
 
     watch_builds(monkeypatch, see)
     sources = make_sources([*range(5, 25)] * 5 + [60] * 200)

@@ -497,7 +497,7 @@ def test_nothing_is_compiled_twice_for_the_same_shapes(translated, options):
 def test_each_core_searches_in_a_pool_of_its_own(translator, options, expected, short, monkeypatch):
     """Two devices, two pools: each waits until the other has begun, too."""
     both = threading.Barrier(2, timeout=60)
-    begun, run = set(), scheduling.Lanes.run
+    begun, run = set(), scheduling.PoolScheduler.run
 
     def meeting(pool, launched):
         if pool not in begun:
@@ -505,7 +505,7 @@ def test_each_core_searches_in_a_pool_of_its_own(translator, options, expected, 
             both.wait()
         return run(pool, launched)
 
-    monkeypatch.setattr(scheduling.Lanes, "run", meeting)
+    monkeypatch.setattr(scheduling.PoolScheduler, "run", meeting)
     found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:16]], options)
     assert_same(found, [expected[i] for i in short[:16]])
 

@@ -31,7 +31,7 @@ from flaxformer_min.decoding.pool import (
     last_pools,
 )
 from flaxformer_min.decoding.programs import compiler_options
-from flaxformer_min.decoding.scheduling import Lanes, Usage
+from flaxformer_min.decoding.scheduling import PoolScheduler, Usage
 from flaxformer_min.decoding.search import Hypotheses, Rules
 from flaxformer_min.decoding.shapes import (
     LEAST_BEAM,
@@ -185,15 +185,15 @@ class BatchRunner:
         job = Job(self, sources, prefixes, options, prefix)
         lines = sorted(sources, key=job.order)
         # Dealt out beforehand: shapes must not depend on which core is faster.
-        pools = [Lanes(job, lines[core :: self.cores]) for core in range(self.cores)]
+        schedulers = [PoolScheduler(job, lines[core :: self.cores]) for core in range(self.cores)]
         with _threads(self.cores) as executor:
-            running = _start(executor, [pool for pool in pools if pool.admit()])
+            running = _start(executor, [each for each in schedulers if each.admit()])
             while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 if stop is not None and stop():
                     raise Stopped
                 ready, results = _collect(running, finished)
-                if any(pool.needs_program() for pool in ready):
+                if any(each.needs_program() for each in ready):
                     # Most memory is in use as a program is loaded: others may leave their pools.
                     others, more = _collect(running, wait(running).done)
                     ready, results = ready + others, results + more
@@ -345,31 +345,33 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
     executor.shutdown()
 
 
-def _start(executor: ThreadPoolExecutor, pools: list[Lanes]) -> dict[Future, Lanes]:
-    """Return the searches of these pools once they compute, or have failed."""
-    for pool in pools:
-        pool.compile()
-    running: dict[Future, Lanes] = {}
-    launched = [Event() for _ in pools]
-    for pool, event in zip(pools, launched, strict=True):
-        future = executor.submit(pool.run, event)
+def _start(
+    executor: ThreadPoolExecutor, schedulers: list[PoolScheduler]
+) -> dict[Future, PoolScheduler]:
+    """Return the searches in the pools of these once they compute, or have failed."""
+    for scheduler in schedulers:
+        scheduler.compile()
+    running: dict[Future, PoolScheduler] = {}
+    launched = [Event() for _ in schedulers]
+    for scheduler, event in zip(schedulers, launched, strict=True):
+        future = executor.submit(scheduler.run, event)
         future.add_done_callback(lambda _, event=event: event.set())  # it may have failed
-        running[future] = pool
+        running[future] = scheduler
     for event in launched:
         event.wait()  # or the caller would hold Python's lock, and a core would wait for it
     return running
 
 
 def _collect(
-    running: dict[Future, Lanes], finished: set[Future]
-) -> tuple[list[Lanes], list[tuple[list[int], Hypotheses]]]:
-    """Return the pools of these futures that go on, and what was found in all of them.
+    running: dict[Future, PoolScheduler], finished: set[Future]
+) -> tuple[list[PoolScheduler], list[tuple[list[int], Hypotheses]]]:
+    """Return the schedulers of these futures that go on, and what was found by all of them.
 
     They are no longer among those running.
     """
-    pools = [running.pop(future) for future in finished]
-    results = [pool.collect(future.result()) for pool, future in zip(pools, finished, strict=True)]
-    return [pool for pool in pools if pool.admit()], results
+    searched = [(running.pop(future), future.result()) for future in finished]
+    results = [scheduler.collect(result) for scheduler, result in searched]
+    return [scheduler for scheduler, _ in searched if scheduler.admit()], results
 
 
 @contextlib.contextmanager

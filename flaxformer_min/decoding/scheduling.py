@@ -57,8 +57,8 @@ class Paused(NamedTuple):
     rows: list[np.ndarray]
 
 
-class Lanes:
-    """The sentences that one core, or all accelerators, search together.
+class PoolScheduler:
+    """Decides which sentences one core, or all accelerators, search together, and in which pool.
 
     A sentence that outgrows its cache pauses until the others move to a larger pool, so that it
     need not go on alone after them.
