@@ -527,17 +527,18 @@ def test_output_that_takes_nothing_is_an_error(monkeypatch):
 def test_signals_end_the_process_while_modules_are_imported(monkeypatch):
     """An exception amid the start of an extension may crash it, or pass for its own error."""
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
-    with Stop():
-        before = [signal.getsignal(number) for number in SIGNALS]
-        with cli._importing(owns_process=True):
-            assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
-        assert [signal.getsignal(number) for number in SIGNALS] == before
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored here
     try:
+        with Stop():
+            before = [signal.getsignal(number) for number in SIGNALS]
+            with cli._importing(owns_process=True):
+                assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
+            assert [signal.getsignal(number) for number in SIGNALS] == before
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with cli._importing(owns_process=True):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, ignored)
+        signal.signal(signal.SIGHUP, ours)
 
 
 def test_a_signal_leaves_no_half_of_a_file(call, mirror, monkeypatch, tmp_path):

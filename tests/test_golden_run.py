@@ -62,9 +62,10 @@ def test_the_golden_run_gives_references_the_recorded_scores(translator):
 def test_training_does_not_continue_the_golden_run_but_begins_with_its_parameters(tmp_path):
     """Its optimizer state has other names. Nothing in the folder is taken for damaged."""
     run = RunFolder(shutil.copytree(GOLDEN, tmp_path / "run"))
-    initial = TrainState(jnp.int32(0), None, None, jax.random.key(0))
     with pytest.raises(ValueError, match="an earlier version.*--training.init-from .*/run"):
         run.begin(run.config(), pytest.fail)
     params = run.params().params
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    initial = TrainState(jnp.int32(0), zeros, None, jax.random.key(0))
     run.check_model(CONFIG.model)
     jax.tree.map(np.testing.assert_array_equal, init_from(run, initial).params, params)
