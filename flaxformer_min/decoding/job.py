@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.config_fields import has_type
-from flaxformer_min.decoding.checks import check_search, check_suppressed
-from flaxformer_min.decoding.choices import check_sampling
+from flaxformer_min.config_fields import has_type, plain
 from flaxformer_min.decoding.pool import Newcomers, Pool, PoolShape
 from flaxformer_min.decoding.search import Rules
 from flaxformer_min.decoding.shapes import bucket, common_widths, padded
@@ -29,17 +27,16 @@ class Options(Rules):
         if not isinstance(self.suppressed, Iterable):
             raise ValueError(f"suppressed must be several ids; got {self.suppressed!r}.")
         object.__setattr__(self, "suppressed", tuple(self.suppressed))
-        super().__post_init__()
-        if not has_type(self.suppressed, tuple[int, ...]):
+        if not has_type(plain(self.suppressed), tuple[int, ...]):
             raise ValueError(f"suppressed must be ids, whole numbers; got {self.suppressed!r}.")
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"early_stopping must be True or False; got {self.early_stopping!r}.")
         if not isinstance(self.scores, bool):
             raise ValueError(f"scores must be True or False; got {self.scores!r}.")
-        if not has_type(self.length_penalty, float):
+        if not has_type(plain(self.length_penalty), float):
             raise ValueError(f"length_penalty must be a number; got {self.length_penalty!r}.")
         for name in ("beam_size", "n_best", "min_length", "max_extra_tokens", "seed"):
-            value, bits = getattr(self, name), 32 if name == "seed" else 30
+            value, bits = plain(getattr(self, name)), 32 if name == "seed" else 30
             if not has_type(value, int):
                 raise ValueError(f"{name} must be a whole number; got {value!r}.")
             if value >= 1 << bits:
@@ -47,9 +44,7 @@ class Options(Rules):
         for name, least in (("max_extra_tokens", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}.")
-        check_search(self.beam_size, self.n_best, self.length_penalty, self.min_length)
-        check_suppressed(self.suppressed)
-        check_sampling(self.sampling)
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

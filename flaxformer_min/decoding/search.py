@@ -223,9 +223,15 @@ class Rules:
     scores: bool = True
 
     def __post_init__(self):
-        """Turn numbers of numpy into Python's: with x64 they would make all results float64."""
+        """Raise ValueError for rules out of range or contradictory.
+
+        Numbers of numpy become Python's: with x64 they would make all results float64.
+        """
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        check_search(self.beam_size, self.n_best, self.length_penalty, self.min_length)
+        check_suppressed(self.suppressed)
+        check_sampling(self.sampling)
 
     @property
     def scored(self) -> bool:
@@ -247,10 +253,7 @@ class Search:
     """A search by these rules: `begin`, and `step` while a sentence `is_alive`."""
 
     def __init__(self, decode_step: DecodeStep, reorder: Reorder, rules: Rules):
-        """Raise ValueError for contradictory rules."""
-        check_search(rules.beam_size, rules.n_best, rules.length_penalty, rules.min_length)
-        check_suppressed(rules.suppressed)
-        check_sampling(rules.sampling)
+        """Take the functions of a model (see `search`)."""
         self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
         self.advance = jax.vmap(
             partial(

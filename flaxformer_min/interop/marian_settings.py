@@ -132,10 +132,10 @@ def read_settings(folder: Path) -> Settings:
     config = parse_json(path.read_bytes(), path)
     generation = _optional(folder / "generation_config.json")
     tokenizer = _optional(folder / "tokenizer_config.json")
-    _check_settings(config, path)
-    _check_settings({**config, **generation}, folder / "generation_config.json")
-    _check_tokenizer(tokenizer, folder)
     search, config = _without_nulls({**config, **generation}), _without_nulls(config)
+    _check_settings(config, path)
+    _check_settings(search, folder / "generation_config.json")
+    _check_tokenizer(tokenizer, folder)
     start, pad = config["decoder_start_token_id"], config["pad_token_id"]
     source_size = config["vocab_size"]
     target_size = config.get("decoder_vocab_size") or source_size
@@ -171,13 +171,13 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _check_settings(config: dict[str, Any], path: Path) -> None:
     known = {*REQUIRED, *OPTIONAL, *SIZES, *READ, *WITHOUT_EFFECT}
-    if unknown := sorted(name for name in set(config) - known if config[name] is not None):
+    if unknown := sorted(set(config) - known):
         raise ValueError(f"{path}: the setting {unknown[0]!r} is not understood.")
     for name, needed in REQUIRED.items():
         if config.get(name) != needed:
             raise ValueError(f"{path}: {name} must be {needed!r}; got {config.get(name)!r}.")
     for name, needed in OPTIONAL.items():
-        if name in config and config[name] not in (needed, None):
+        if config.get(name, needed) != needed:
             raise ValueError(f"{path}: {name} must be {needed!r}; got {config[name]!r}.")
     for name in sorted(SIZES):
         if type(config.get(name)) is not int or config[name] < 0:
