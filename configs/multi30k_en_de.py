@@ -10,7 +10,7 @@ core of a 2.45 GHz EPYC it takes about two hours, and reaches 41.21 BLEU on the 
 benchmarks/multi30k.sh, it reaches 41.2 on test2016, the mean of three seeds (docs/results.md).
 """
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, SearchConfig, ModelConfig, TrainingConfig
 
 config = Config(
     data=DataConfig(
@@ -40,5 +40,5 @@ config = Config(
         save_every=1_000,
         best_by="bleu",
     ),
-    decoding=DecodingConfig(beam_size=5, length_penalty=1.0),
+    decoding=SearchConfig(beam_size=5, length_penalty=1.0),
 )

@@ -290,8 +290,13 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingConfig:
-    """The search for a translation (section 6.1)."""
+class SearchConfig:
+    """The search for a translation (section 6.1): of a run, of `search`, of each command.
+
+    >>> SearchConfig(beam_size=2, n_best=3)
+    Traceback (most recent call last):
+    ValueError: n_best must be at most beam_size, the number of hypotheses; got 3 and 2.
+    """
 
     beam_size: int = setting(4, at_least=1, less_than=2**30, may_change=True)
     """Hypotheses per sentence; 1 is greedy decoding."""
@@ -302,20 +307,51 @@ class DecodingConfig:
     max_extra_tokens: int = setting(50, at_least=1, less_than=2**30, may_change=True)
     """Most tokens by which a translation may be longer than its source."""
 
+    min_length: int = setting(0, at_least=0, less_than=2**30, may_change=True)
+    """Fewest tokens of a translation, EOS not counted, if max_extra_tokens allows so many."""
+
     early_stopping: bool = setting(True, may_change=True)
     """Once beam_size hypotheses have finished, continue an unfinished one only if its score so far
-    is above the best finished score. Off: as long as it can still rise above it (exact search)."""
+    is above the best finished score (the Nth best with n_best N). Off: as long as it can still rise
+    above it (exact search)."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, which some imported models require. PAD, UNK and
     BOS are never chosen either."""
+
+    n_best: int = setting(1, at_least=1, less_than=2**30, may_change=True)
+    """Translations of each line, best first."""
+
+    sample: bool = setting(False, may_change=True)
+    """Draw beam_size translations of each line at random, instead of searching for the best."""
+
+    temperature: float = setting(1.0, at_least=1e-6, at_most=1e6, may_change=True)
+    """Of samples: below 1 for likelier tokens."""
+
+    top_k: int | None = setting(None, at_least=1, may_change=True)
+    """Of samples: draw from this many likeliest tokens; None: from all."""
+
+    top_p: float = setting(1.0, more_than=0, at_most=1, may_change=True)
+    """Of samples: draw from the fewest likeliest tokens that together have this probability."""
+
+    seed: int = setting(0, at_least=0, less_than=2**32, may_change=True)
+    """Random seed of samples; each line draws its own."""
 
     batch_size: int | None = setting(None, at_least=1, may_change=True)
     """Most sentences at once on each device. None: up to 64 on a CPU, 256 on an accelerator."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
-        check_fields(self, "decoding")
+        check_fields(self)
+        if self.n_best > self.beam_size:
+            raise ValueError(
+                "n_best must be at most beam_size, the number of hypotheses; got "
+                f"{self.n_best} and {self.beam_size}."
+            )
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            value = getattr(self, name)
+            if not self.sample and value != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name} is for samples; got {value} without sample=True.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +368,7 @@ class Config:
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
-    decoding: DecodingConfig = DecodingConfig()
+    decoding: SearchConfig = SearchConfig()
 
     def __post_init__(self):
         """Validate combinations of settings of several groups."""

@@ -1,10 +1,14 @@
 """Validation of dataclass fields: their types and ranges."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import math
 import numbers
+import textwrap
 import types
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,13 +46,13 @@ def check_groups(config: Any) -> None:
             )
 
 
-def check_fields(config: Any, group: str) -> None:
+def check_fields(config: Any, group: str = "") -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = plain(getattr(config, field.name))
         object.__setattr__(config, field.name, value)  # frozen, but nobody else has it yet
-        name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
+        name, rule = f"{group}.{field.name}".lstrip("."), _type_rule(hints[field.name])
         if not has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
         if value is None or value == () or isinstance(value, (str, bool)):
@@ -68,6 +72,16 @@ def check_fields(config: Any, group: str) -> None:
         broken = [text for holds, text in rules if not holds]
         if broken:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
+
+
+def field_descriptions(config: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, on one line and without its full stop."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split()).removesuffix(".")
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def plain(value: Any) -> Any:

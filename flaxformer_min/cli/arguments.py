@@ -2,15 +2,17 @@
 
 import argparse
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
 
 from flaxformer_min.cli.evaluate import evaluate
 from flaxformer_min.cli.interop import export, import_
+from flaxformer_min.cli.options import SHOWN
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
 from flaxformer_min.cli.score import score
 from flaxformer_min.cli.translate import translate
-from flaxformer_min.config import LENGTH_PENALTY_LIMIT
+from flaxformer_min.config import SearchConfig
+from flaxformer_min.config_fields import field_descriptions
 
 DESCRIPTION = "Train translation models; translate, score, evaluate and plot with them."
 OWN = "default: the run's own setting"
@@ -201,47 +203,46 @@ def _add_runs(parser: _Parser) -> None:
 
 
 def _add_search(parser: _Parser) -> None:
-    add = parser.add_argument
-    add("--beam-size", type=_number(int, at_least=1), metavar="N",
-        help=f"hypotheses per sentence; 1 is greedy decoding ({OWN})")
-    alpha = _number(float, at_least=0, at_most=LENGTH_PENALTY_LIMIT)
-    add("--length-penalty", type=alpha, metavar="ALPHA",
-        help=f"larger values prefer longer translations ({OWN})")
-    add("--early-stopping", action=argparse.BooleanOptionalAction,
-        help="once --beam-size hypotheses have finished, continue an unfinished one only if its "
-        "score so far is above the best finished score (the Nth best with --n-best N); otherwise "
-        f"as long as it can still rise above that one, an exact search, which is slower ({OWN})")
-    add("--max-extra-tokens", type=_number(int, at_least=1, at_most=100_000), metavar="N",
-        help=f"most tokens by which a translation may be longer than its source ({OWN})")
-    add("--min-length", type=_number(int, at_least=0, at_most=100_000), metavar="N", default=0,
-        help="fewest tokens of a translation, EOS not counted, if --max-extra-tokens allows so "
-        "many (default: 0)")
+    _add_settings(parser, SHOWN)
 
 
 def _add_sampling(parser: _Parser) -> None:
     parser = parser.add_argument_group("sampling")
-    add = parser.add_argument
-    add("--sample", action="store_true",
+    parser.add_argument("--sample", action="store_true",
         help="sample --n-best translations; with --beam-size, sample that many and return the best "
         "of them by score (default: search for the best)")
-    add("--temperature", type=_number(float, at_least=1e-6, at_most=1e6), metavar="T",
-        help="below 1 for likelier tokens (default: 1)")
-    add("--top-k", type=_number(int, at_least=1), metavar="K",
-        help="draw from the K likeliest tokens (default: from all)")
-    add("--top-p", type=_number(float, more_than=0, at_most=1), metavar="P",
-        help="draw from the likeliest tokens that together have this probability "
-        "(default: 1, all)")
-    add("--seed", type=_number(int, at_least=0, at_most=2**32 - 1), metavar="N",
-        help="random seed of the samples (default: 0)")
+    _add_settings(parser, ("temperature", "top_k", "top_p", "seed"))
 
 
 def _add_device(parser: _Parser) -> None:
     _add_step(parser)
-    parser.add_argument("--batch-size", type=_number(int, at_least=1), metavar="N",
-        help=f"most sentences at once on each device; fewer if they are long ({OWN})")
+    _add_settings(parser, ("batch_size",))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
         help="type of the computations; on a CPU, bfloat16 applies to products with weights only; "
         "auto is bfloat16 on a TPU and on GPUs that have it (default: that of training)")
+
+
+def _add_settings(parser: Any, names: Sequence[str]) -> None:
+    """Add settings of a search, with the types, limits and descriptions of `SearchConfig`."""
+    descriptions, hints = field_descriptions(SearchConfig), get_type_hints(SearchConfig)
+    for name in names:
+        limits = SearchConfig.__dataclass_fields__[name].metadata
+        option = {"action": argparse.BooleanOptionalAction}
+        if hints[name] is not bool:
+            kind = float if hints[name] is float else int
+            most = limits["at_most"] if limits["less_than"] is None else limits["less_than"] - 1
+            least, above = limits["at_least"], limits["more_than"]
+            option = {
+                "type": _number(
+                    kind,
+                    -math.inf if least is None else least,
+                    math.inf if most is None else most,
+                    -math.inf if above is None else above,
+                ),
+                "metavar": "N" if kind is int else "X",
+            }
+        help = f"{descriptions[name]} ({OWN})"
+        parser.add_argument("--" + name.replace("_", "-"), help=help, **option)
 
 
 def _add_step(parser: _Parser) -> None:

@@ -5,7 +5,7 @@ dropout and label smoothing, because the translations are deterministic. Duratio
 docs/results.md.
 """
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 
 config = Config(
     data=DataConfig(
@@ -33,5 +33,5 @@ config = Config(
         save_every=650,
         validation_sentences=100,
     ),
-    decoding=DecodingConfig(beam_size=4, length_penalty=0.6),
+    decoding=SearchConfig(beam_size=4, length_penalty=0.6),
 )

@@ -17,7 +17,7 @@ from flaxformer_min.cli.lines import (
     read_aligned,
     write,
 )
-from flaxformer_min.cli.options import SEARCH, load, search_options
+from flaxformer_min.cli.options import SHOWN, load
 from flaxformer_min.cli.speed import Speed
 from flaxformer_min.evaluation import perplexity
 
@@ -34,8 +34,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
         pairs, used = _without_text_of_skipped(pairs, data)
         translator = load(args)
-        options = search_options(args, translator, scores=False)
-        speed, texts, log_prob, tokens = _translate_and_score(translator, options, pairs, stop)
+        speed, texts, log_prob, tokens = _translate_and_score(translator, pairs, stop)
         if output:
             write(output, texts)
     hypotheses = list(itertools.compress(texts, used))
@@ -52,7 +51,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
         "skipped": len(pairs) - len(references),
         "tokenize": tokenize,
         "lowercase": args.lowercase,
-        **{name: getattr(options, name) for name in SEARCH},
+        **{name: getattr(translator.decoding, name) for name in SHOWN},
         **measured.to_dict(),
         "perplexity": perplexity(log_prob, tokens),
         "target_tokens": tokens,
@@ -121,7 +120,7 @@ def _corpus_of_run(corpus: str) -> str:
 
 
 def _translate_and_score(
-    translator: Any, options: Any, pairs: list[tuple[str, str]], stop: Stop
+    translator: Any, pairs: list[tuple[str, str]], stop: Stop
 ) -> tuple[Speed, list[str], float, int]:
     """Return the speed, the translations, and log-probability and number of reference tokens."""
     speed, texts, log_prob, tokens = Speed(translator), [], 0.0, 0
@@ -130,7 +129,8 @@ def _translate_and_score(
             chunk = pairs[start : start + CHUNK]
             common = {"first_line": start + 1, "stop": stop}
             with stop.patiently():
-                found = translator.hypotheses([source for source, _ in chunk], options, **common)
+                sources = [source for source, _ in chunk]
+                found = translator.hypotheses(sources, scores=False, **common)
             new = [on_one_line(of_line[0].text) for of_line in found]
             speed.count([text for text, pair in zip(new, chunk, strict=True) if pair != ("", "")])
             texts += new
@@ -170,7 +170,7 @@ def _report(
         f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "
         "empty side skipped",
         "search: "
-        + ", ".join(f"{name.replace('_', ' ')} {_shown(report[name])}" for name in SEARCH),
+        + ", ".join(f"{name.replace('_', ' ')} {_shown(report[name])}" for name in SHOWN),
         f"BLEU's tokenizer: {report['tokenize']}, {chosen}",
         *measured.lines(),
         f"perplexity = {report['perplexity']:.4f} per target token, EOS included, of "

@@ -23,15 +23,11 @@ class Speed:
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates."""
         seconds = max(self.seconds, 1e-9)
-        usage = self._translator.runner.usage
         return {
             "seconds": round(self.seconds, 3),
             "sentences_per_second": round(self.sentences / seconds, 2),
             "tokens_per_second": round(self.tokens / seconds, 2),
             "compilations": self.compilations,
-            "search_steps": usage.steps,
-            "lanes_needed": round(usage.share, 4),
-            "cache_bytes_read": usage.cache_bytes,
             "device": _device(),
         }
 

@@ -20,7 +20,7 @@ from flaxformer_min.cli.lines import (
     progress,
     write,
 )
-from flaxformer_min.cli.options import load, search_options
+from flaxformer_min.cli.options import load
 from flaxformer_min.cli.speed import Speed
 
 
@@ -34,14 +34,13 @@ def translate(args: argparse.Namespace, stop: Stop) -> int:
             files.append(stack.enter_context(open_lines(args.prefix_file)))
         output = stack.enter_context(open_output(args.output))
         translator = load(args)
-        options = search_options(args, translator, scores=args.scores or args.json)
         speed = Speed(translator)
         shown = not files[0].typed and (args.output is not None or not sys.stdout.isatty())
         advance = stack.enter_context(progress(None, shown))
         for number, (lines, *prefixes) in aligned(*files):
             with stop.patiently():
                 found = translator.hypotheses(
-                    lines, options, *prefixes, first_line=number, stop=stop
+                    lines, *prefixes, first_line=number, stop=stop, scores=args.scores or args.json
                 )
                 numbered = zip(range(number, number + len(lines)), lines, found, strict=True)
                 write(output, [text for one in numbered for text in _translated(args, *one)])
@@ -83,14 +82,10 @@ def _translated(
 
 
 def _print_speed(translator: Any, speed: Speed) -> None:
-    runner = translator.runner
-    sizes = runner.pool_sizes(), runner.lengths
-    rows, lengths = (", ".join(map(str, each)) for each in sizes)
-    usage = runner.usage
+    config, runner = translator.decoding, translator.runner
+    widths = ", ".join(map(str, runner.widths))
+    rows = config.batch_size or runner.rows
     print(
-        f"{speed}\nsources are padded to {lengths} tokens and pools to "
-        f"{rows} sentences on each device\n"
-        f"{usage.steps:,} steps; {usage.share:.0%} of the hypotheses computed were needed; "
-        f"{usage.cache_bytes / 1e9:,.2f} GB of caches read",
+        f"{speed}\nat most {rows} sentences on each device, padded to {widths} tokens",
         file=sys.stderr,
     )

@@ -1,4 +1,4 @@
-"""Choices of the next tokens of one sentence: greedy, beam search and sampling."""
+"""Choices of the next tokens of one sentence: greedy, beam search and config."""
 
 from functools import partial
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from flaxformer_min.config_fields import has_type
+from flaxformer_min.config import SearchConfig
 from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -20,42 +20,6 @@ remainder, a CPU takes three times as long, because the logits are copied."""
 
 LANES = 128
 """Block size on a TPU, whose registers have 128 lanes: other blocks would be copied first."""
-
-
-class Sampling(NamedTuple):
-    """The distribution that tokens are sampled from.
-
-    temperature: 1 is the model's distribution; towards 0 it becomes greedy.
-    top_k:       sample from this many likeliest tokens, lower ids first if they tie; None: all.
-    top_p:       of these, sample from the fewest that together have this probability; 1: all.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-
-def check_sampling(sampling: Sampling | None) -> None:
-    """Raise ValueError for what is no distribution; None is no sampling."""
-    if sampling is None:
-        return
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a Sampling, such as Sampling(); got {sampling!r}.")
-    temperature, top_k, top_p = sampling
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not has_type(value, float):
-            raise ValueError(f"{name} must be a number; got {value!r}.")
-    if not 1e-6 <= temperature <= 1e6:
-        raise ValueError(
-            f"temperature must be at least 1e-6 and at most 1e6; got {temperature}. "
-            "For the likeliest token, leave sampling out and set beam_size=1."
-        )
-    if top_k is not None and (not has_type(top_k, int) or top_k < 1):
-        raise ValueError(
-            f"top_k must be at least 1, a whole number; got {top_k!r}. None draws from all tokens."
-        )
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}. 1 keeps all tokens.")
 
 
 class Choice(NamedTuple):
@@ -71,19 +35,6 @@ class Choice(NamedTuple):
     parent: Int[Array, " beam"] | None
     token: Int[Array, " beam"]
     log_prob: Float[Array, " beam"]
-
-
-class Best(NamedTuple):
-    """What greedy decoding needs to know of the logits of a hypothesis.
-
-    logit: that of the likeliest regular token; -inf if there is none.
-    token: its id.
-    end:   the logit of EOS.
-    """
-
-    logit: Float[Array, "*batch"]
-    token: Int[Array, "*batch"]
-    end: Float[Array, "*batch"]
 
 
 def joint(base: Float[Array, "*n"], logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -149,7 +100,7 @@ def choose_beam(
     must_end: Bool[Array, ""],
     key: None = None,
     *,
-    beam_size: int,
+    config: SearchConfig,
 ) -> Choice:
     """Return the `beam_size` likeliest continuations; a hypothesis ends if its EOS is as likely.
 
@@ -158,33 +109,31 @@ def choose_beam(
     eventually win.
     """
     ended = jnp.where(may_end, joint(base, logits[:, EOS]), -jnp.inf)
-    best, parent, token = top_k_tokens(jnp.where(must_end, -jnp.inf, base), logits, beam_size)
+    best, parent, token = top_k_tokens(
+        jnp.where(must_end, -jnp.inf, base), logits, config.beam_size
+    )
     # Not best[-1]: XLA replaces its fast top_k by a full sort if the result is sliced.
     return Choice(jnp.where(ended >= best.min(), ended, -jnp.inf), parent, token, best)
 
 
-def best_of(logits: Float[Array, " vocab"]) -> Best:
-    """Return the likeliest regular token, the lowest id among equals, and the logit of EOS."""
-    (logit,), _, (token,) = top_k_tokens(jnp.zeros(1, logits.dtype), logits[None], 1)
-    return Best(logit, token, logits[EOS])
-
-
 def choose_greedy(
     base: Float[Array, "1"],
-    logits: Float[Array, "1 vocab"] | Best,
+    logits: Float[Array, "1 vocab"],
     may_end: Bool[Array, ""],
     must_end: Bool[Array, ""],
     key: None = None,
+    *,
+    config: SearchConfig,
 ) -> Choice:
     """Return the likeliest token, or end: a beam of one that stops at its first EOS."""
     # By the logits alone: added to `base`, two of them may round to the same.
-    best = logits if isinstance(logits, Best) else jax.vmap(best_of)(logits)
-    logit = jnp.where(must_end, -jnp.inf, best.logit)
-    ends = may_end & (best.end >= logit)
-    ended = jnp.where(ends, joint(base, best.end), -jnp.inf)
+    logit, _, token = top_k_tokens(jnp.zeros_like(base), logits, 1)
+    logit = jnp.where(must_end, -jnp.inf, logit)
+    end = logits[:, EOS]
+    ends = may_end & (end >= logit)
+    ended = jnp.where(ends, joint(base, end), -jnp.inf)
     log_prob = jnp.where(ends, -jnp.inf, joint(base, logit))
-    token = jnp.where(logit > -jnp.inf, best.token, PAD)
-    return Choice(ended, None, token, log_prob)
+    return Choice(ended, None, jnp.where(logit > -jnp.inf, token, PAD), log_prob)
 
 
 def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " tokens"]:
@@ -212,21 +161,21 @@ def nucleus(share: Float[Array, " tokens"], top_p: float) -> Bool[Array, " token
 
 
 def sample_token(
-    log_probs: Float[Array, " tokens"], key: Key[Array, ""], sampling: Sampling
+    log_probs: Float[Array, " tokens"], key: Key[Array, ""], config: SearchConfig
 ) -> Int[Array, ""]:
     """Draw a token at random. Tokens of log-probability -inf are never drawn.
 
     >>> log_probs = jnp.log(jnp.array([0.3, 0.6, 0.1]))
-    >>> sample_token(log_probs, jax.random.key(0), Sampling(top_p=0.5))
+    >>> sample_token(log_probs, jax.random.key(0), SearchConfig(sample=True, top_p=0.5))
     Array(1, dtype=int32)
     """
-    tempered = log_probs / sampling.temperature
+    tempered = log_probs / config.temperature
     token = jnp.arange(log_probs.size, dtype=jnp.int32)
-    if sampling.top_k is not None:
-        tempered, token = jax.lax.top_k(tempered, min(sampling.top_k, log_probs.size))
+    if config.top_k is not None:
+        tempered, token = jax.lax.top_k(tempered, min(config.top_k, log_probs.size))
     share = jax.nn.softmax(tempered)
-    if sampling.top_p < 1:
-        share = jnp.where(nucleus(share, sampling.top_p), share, 0.0)
+    if config.top_p < 1:
+        share = jnp.where(nucleus(share, config.top_p), share, 0.0)
     # Inverse transform sampling, because a random number per token (Gumbel) takes four times as
     # long. The target is above 0, so a token without a share is never drawn, however sums round.
     reached = jnp.where(share > 0, jnp.cumsum(share), 0.0)
@@ -241,7 +190,7 @@ def choose_random(
     must_end: Bool[Array, ""],
     key: Key[Array, ""],
     *,
-    sampling: Sampling,
+    config: SearchConfig,
 ) -> Choice:
     """Sample a token for each hypothesis independently; EOS ends the hypothesis."""
     beam, vocab = logits.shape
@@ -249,7 +198,7 @@ def choose_random(
     allowed = jnp.where(token == EOS, may_end, (token >= FIRST_REGULAR_ID) & ~must_end)
     masked = jnp.where(allowed[None, :] & (logits > -jnp.inf), logits, -jnp.inf)
     keys = jax.random.split(key, beam)
-    drawn = jax.vmap(partial(sample_token, sampling=sampling))(masked, keys)
+    drawn = jax.vmap(partial(sample_token, config=config))(masked, keys)
     total = joint(base, masked[jnp.arange(beam, dtype=jnp.int32), drawn])
     ended = jnp.where(drawn == EOS, total, -jnp.inf)
     return Choice(ended, None, drawn, jnp.where(drawn == EOS, -jnp.inf, total))

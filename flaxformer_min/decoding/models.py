@@ -12,13 +12,10 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding.screening import screening_parameters
-from flaxformer_min.decoding.shapes import is_small
 from flaxformer_min.model.embedding import OUTPUT_KERNEL, TIED_TABLES
 from flaxformer_min.model.target import compute_dtype, target_platform
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import records
-from flaxformer_min.runtime.devices import has_bfloat16_units
 
 ATTENTION_RULE = "attention needs a model whose layers sow `weights`, as MultiHeadAttention does"
 
@@ -86,8 +83,7 @@ def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     no step converts them. A tied table stays float32 for embeddings; the output projection gets a
     transposed copy. On a CPU a float32 model has this copy, too: for few hypotheses, transposing
     the table at each step takes longer than the product. A CPU may have units for products of
-    bfloat16, but none for anything else. So there only products with weights are in bfloat16, and a
-    small float32 model has a tied table that screens tokens (see `screening`).
+    bfloat16, but none for anything else. So there only products with weights are in bfloat16.
     """
     if type(model) is not Transformer:
         return model, params
@@ -108,11 +104,7 @@ def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
         )
     if tied := TIED_TABLES.get(config.embeddings):
         table = np.asarray(params[tied]["table"])
-        added = {OUTPUT_KERNEL: cast(table.T)}
-        # With a larger model more sentences share a step, and any of them may need all logits.
-        if dtype == jnp.float32 and is_small(params) and has_bfloat16_units():
-            added |= screening_parameters(table)
-        params = {**params, tied: {**params[tied], **added}}
+        params = {**params, tied: {**params[tied], OUTPUT_KERNEL: cast(table.T)}}
     return model, params
 
 

@@ -12,7 +12,7 @@ class Translation(NamedTuple):
     log_prob: of the whole translation in nats, EOS included.
     score:    log_prob / length penalty, by which hypotheses are ordered.
 
-    Both are NaN if nobody asked for them, and greedy decoding did without (see `Rules.scores`).
+    Both are NaN if scores were not requested and greedy decoding skipped them.
     """
 
     text: str

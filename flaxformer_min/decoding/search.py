@@ -1,15 +1,15 @@
-"""The search for a translation, token by token (section 6.1).
+"""The search for translations, token by token (section 6.1): one loop for a batch of sentences.
 
-A choice (see `choices`) is a pure function of ONE sentence: from its alive hypotheses and the
-logits of their next tokens it decides which of them end now and how the others continue. One loop
-calls the model, calls the choice, and keeps the best finished hypotheses, as long as an alive one
-may beat them.
+    encode the sources, read the prefixes                                  `search`
+    while more than half of the sentences are alive: take a step           `_step`
+        the model reads the newest tokens                                  `decode_step`
+        each sentence chooses which hypotheses end, and how others go on   `advance`, `choices`
+    keep the alive half, with twice the room in its cache; again           `_halve`
 
-Finished hypotheses are kept apart from alive ones, so they never take a slot of the beam. A slot
+Finished hypotheses are kept apart from live ones, so they never take a slot of the beam. A slot
 without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,119 +18,88 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from flaxformer_min.config_fields import plain
-from flaxformer_min.decoding.checks import (
-    check_begin,
-    check_search,
-    check_suppressed,
-    check_vocabulary,
-)
-from flaxformer_min.decoding.choices import (
-    Best,
-    Choice,
-    Sampling,
-    check_sampling,
-    choose_beam,
-    choose_greedy,
-    choose_random,
-)
+from flaxformer_min.config import SearchConfig
+from flaxformer_min.decoding.checks import check_keys, check_vocabulary
+from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
+from flaxformer_min.model.key_value import KeyValue
+from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.runtime.generator import GENERATOR
-from flaxformer_min.tokens import BOS, EOS, PAD
+from flaxformer_min.tokens import EOS, PAD, one_sentence_per_row
 
-Cache = Any
-"""The model's state: any pytree whose arrays have one row for each sentence."""
-
-DecodeStep = Callable[
-    [Int[Array, "batch beam"], Cache], tuple[Float[Array, "batch beam vocab"] | Best, Cache]
-]
-"""Read one token of each hypothesis; return float32 logits (or log-probabilities) of the next one
-and the updated cache. For greedy decoding without scores the `Best` of the logits will do."""
-
-Reorder = Callable[[Cache, Int[Array, "batch beam"]], Cache]
-"""Return the cache in which hypothesis i of each sentence continues hypothesis `parents[i]`."""
-
-
-NEVER_ENOUGH = 1 << 30  # more than the hypotheses that can ever end
-
-
-class Prefix(NamedTuple):
-    """How each sentence begins: with BOS alone, or with forced target tokens.
-
-    last:     the first token to read: BOS, or the last forced token. Those before it are already
-              in the cache.
-    length:   the number of forced tokens, 0 for BOS alone. They count in every length.
-    log_prob: of the forced tokens in nats; part of every score.
-    """
-
-    last: Int[Array, " batch"]
-    length: Int[Array, " batch"]
-    log_prob: Float[Array, " batch"]
-
-
-def no_prefix(batch: int) -> Prefix:
-    """Return the prefix of sentences that begin with BOS alone.
-
-    >>> no_prefix(2).last
-    Array([2, 2], dtype=int32)
-    """
-    none = jnp.zeros(batch, jnp.int32)
-    return Prefix(jnp.full(batch, BOS, jnp.int32), none, jnp.zeros(batch, jnp.float32))
+NEVER = 1 << 30
+"""More hypotheses than can ever end: an exact search is never stopped by their number."""
 
 
 class Hypotheses(NamedTuple):
-    """Finished hypotheses, best first.
+    """Translations, best first.
 
-    ids:      tokens after the prefix, ending in EOS; then PAD.
-    log_prob: of prefix, tokens and EOS in nats; -inf (and ids all PAD) for an empty slot.
-    score:    log_prob / length_penalty(length of prefix, tokens and EOS, alpha).
-
-    A search without scores leaves other numbers in their place (see `Rules`).
+    ids:         tokens after the prefix, ending in EOS; then PAD.
+    log_prob:    of prefix, tokens and EOS in nats; -inf (and ids all PAD) for an empty slot.
+    score:       log_prob / length_penalty(length of prefix, tokens and EOS, alpha).
+    is_outgrown: whether the search for a sentence was given up, because its cache was full.
     """
+
+    ids: Int[Array, "batch n_best length"]
+    log_prob: Float[Array, "batch n_best"]
+    score: Float[Array, "batch n_best"]
+    is_outgrown: Bool[Array, " batch"]
+
+
+class Finished(NamedTuple):
+    """The best finished hypotheses of a sentence so far; fields as in `Hypotheses`."""
 
     ids: Int[Array, "*batch n_best length"]
     log_prob: Float[Array, "*batch n_best"]
     score: Float[Array, "*batch n_best"]
 
 
-class Alive(NamedTuple):
+class LiveBeams(NamedTuple):
     """The unfinished hypotheses of one sentence; log_prob is -inf for an empty slot."""
 
-    token: Int[Array, " beam"]
-    log_prob: Float[Array, " beam"]
-    ids: Int[Array, "beam length"]
+    token: Int[Array, "*batch beam"]
+    log_prob: Float[Array, "*batch beam"]
+    ids: Int[Array, "*batch beam length"]
 
 
-class Row(NamedTuple):
-    """Constants of one sentence: forced tokens, most new tokens, the data of its random key."""
+class Sentence(NamedTuple):
+    """The search for one sentence.
 
-    prefix_length: Int[Array, ""]
-    limit: Int[Array, ""]
-    key: UInt32[Array, " words"] | None
-
-
-class Progress(NamedTuple):
-    """How far the search for one sentence has come.
-
-    length: new tokens so far.
-    ended:  how many hypotheses have ended so far, whether they were kept or not.
+    row:           its row in the batch of `search`.
+    prefix_length: forced tokens.
+    limit:         most new tokens, EOS included.
+    key:           data of its random key; None without sampling.
+    ended:         how many hypotheses have ended so far, whether they were kept or not.
+    is_outgrown:   whether its cache has filled up.
     """
 
-    length: Int[Array, ""]
-    ended: Int[Array, ""]
-    alive: Alive
-    finished: Hypotheses
+    row: Int[Array, "*batch"]
+    prefix_length: Int[Array, "*batch"]
+    limit: Int[Array, "*batch"]
+    key: UInt32[Array, "*batch words"] | None
+    ended: Int[Array, "*batch"]
+    is_outgrown: Bool[Array, "*batch"]
+    live: LiveBeams
+    finished: Finished
+
+    def is_alive(self) -> Bool[Array, "*batch"]:
+        """Return whether any hypothesis is alive."""
+        return (self.live.log_prob > -jnp.inf).any(axis=-1)
 
 
 class State(NamedTuple):
-    """The search of a batch; all arrays have one row for each sentence."""
+    """The search of a batch after `step` new tokens; all arrays but `step` have a row a sentence.
 
-    rows: Row
-    progress: Progress
-    cache: Cache
+    cross, cache: what the model reads besides the newest tokens.
+    """
 
-    def is_alive(self) -> Bool[Array, " batch"]:
-        """Return whether any hypothesis of a sentence is alive."""
-        return (self.progress.alive.log_prob > -jnp.inf).any(axis=-1)
+    step: Int[Array, ""]
+    sentences: Sentence
+    cross: Any
+    cache: Any
+
+    def count_alive(self) -> Int[Array, ""]:
+        """Return how many sentences are not done."""
+        return self.sentences.is_alive().sum(dtype=jnp.int32)
 
 
 def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "*batch"]:
@@ -145,7 +114,7 @@ def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float[Array, "
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
+def merge_finished(finished: Finished, ended: Finished) -> Finished:
     """Return the best by score of both; an earlier finished hypothesis wins a tie."""
     if finished.score.size == ended.score.size == 1:  # a comparison takes a fraction of sorting
         return jax.tree.map(partial(jnp.where, ended.score > finished.score), ended, finished)
@@ -155,18 +124,14 @@ def merge_finished(finished: Hypotheses, ended: Hypotheses) -> Hypotheses:
 
 
 def advance(
-    progress: Progress,
-    logits: Float[Array, "beam vocab"] | Best,
-    row: Row,
+    sentence: Sentence,
+    logits: Float[Array, "beam vocab"],
+    step: Int[Array, ""],
     *,
-    choose: Callable[..., Choice],
-    alpha: float,
-    min_length: int,
-    enough: int,
-    suppressed: tuple[int, ...] = (),
-    scored: bool = True,
-) -> tuple[Progress, Int[Array, " next"] | None]:
-    """Take one step of any search for one sentence; return its progress and `Choice.parent`.
+    config: SearchConfig,
+    scores: bool = True,
+) -> tuple[Sentence, Int[Array, " beam"] | None]:
+    """Take one step of any search for one sentence; return it and `Choice.parent`.
 
     A hypothesis stays alive only while its bound, log_prob / length_penalty(longest possible
     length), is better than the worst finished score (-inf while fewer than n_best have finished).
@@ -175,204 +140,214 @@ def advance(
     earlier hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
     so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
 
-    Once `enough` have ended, the score so far takes the place of the bound. What is worse by then
-    could win only if further tokens cost less than the length penalty makes up for.
+    With early stopping, once `beam_size` hypotheses have ended, the score so far takes the place of
+    the bound. What is worse by then could win only if further tokens cost less than the length
+    penalty makes up for.
     """
-    index, alive, finished = progress.length, progress.alive, progress.finished
-    length = row.prefix_length + index + 1
-    must_end = index + 1 >= row.limit
-    may_end = must_end | (length > min_length)
+    live, finished, alpha = sentence.live, sentence.finished, config.length_penalty
+    length = sentence.prefix_length + step + 1
+    must_end = step + 1 >= sentence.limit
+    may_end = must_end | (length > config.min_length)
     key = None
-    if row.key is not None:
-        key = jax.random.fold_in(jax.random.wrap_key_data(row.key, impl=GENERATOR), index)
-    if scored:
+    if sentence.key is not None:
+        key = jax.random.fold_in(jax.random.wrap_key_data(sentence.key, impl=GENERATOR), step)
+    if scores or config.beam_size > 1:
         # Log-probabilities of the whole vocabulary would be written only to be read once.
-        base = alive.log_prob - jax.nn.logsumexp(logits, axis=-1)
+        base = live.log_prob - jax.nn.logsumexp(logits, axis=-1)
     else:
-        base = jnp.where(alive.log_prob > -jnp.inf, 0.0, -jnp.inf)
-    if suppressed and not isinstance(logits, Best):
-        logits = logits.at[:, jnp.array(suppressed)].set(-jnp.inf)
-    choice = choose(base, logits, may_end, must_end, key)
+        base = jnp.where(live.log_prob > -jnp.inf, 0.0, -jnp.inf)
+    if config.suppressed:
+        logits = logits.at[:, jnp.array(config.suppressed)].set(-jnp.inf)
+    choice = _choice(config)(base, logits, may_end, must_end, key)
     score = choice.ended / length_penalty(length, alpha)
-    ended = Hypotheses(alive.ids.at[:, index].set(EOS), choice.ended, score)
+    ended = Finished(live.ids.at[:, step].set(EOS), choice.ended, score)
     finished = merge_finished(finished, ended)
-    count = progress.ended + (choice.ended > -jnp.inf).sum(dtype=jnp.int32)
-    reached = jnp.where(count < enough, row.prefix_length + row.limit, length)
+    count = sentence.ended + (choice.ended > -jnp.inf).sum(dtype=jnp.int32)
+    enough = config.beam_size if config.early_stopping else NEVER
+    reached = jnp.where(count < enough, sentence.prefix_length + sentence.limit, length)
     bound = choice.log_prob / length_penalty(reached, alpha)
     log_prob = jnp.where(bound > finished.score[-1], choice.log_prob, -jnp.inf)
-    ids = alive.ids if choice.parent is None else alive.ids[choice.parent]
-    alive = Alive(choice.token, log_prob, ids.at[:, index].set(choice.token))
-    return Progress(index + 1, count, alive, finished), choice.parent
+    ids = live.ids if choice.parent is None else live.ids[choice.parent]
+    live = LiveBeams(choice.token, log_prob, ids.at[:, step].set(choice.token))
+    return sentence._replace(ended=count, live=live, finished=finished), choice.parent
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """How to search; the defaults are the paper's (section 6.1). `search` describes the fields.
-
-    scores: whether log-probabilities and scores are needed. A single hypothesis competes with none,
-            so it can do without, which saves the logsumexp of its logits.
-    """
-
-    beam_size: int = 4
-    n_best: int = 1
-    length_penalty: float = 0.6
-    min_length: int = 0
-    early_stopping: bool = True
-    suppressed: tuple[int, ...] = ()
-    sampling: Sampling | None = None
-    scores: bool = True
-
-    def __post_init__(self):
-        """Raise ValueError for rules out of range or contradictory.
-
-        Numbers of numpy become Python's: with x64 they would make all results float64.
-        """
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        check_search(self.beam_size, self.n_best, self.length_penalty, self.min_length)
-        check_suppressed(self.suppressed)
-        check_sampling(self.sampling)
-
-    @property
-    def scored(self) -> bool:
-        """Whether log-probabilities are computed: several hypotheses are compared by them."""
-        return self.scores or self.beam_size > 1
-
-    @property
-    def only_likeliest(self) -> bool:
-        """Whether nothing counts but the likeliest token, as greedily without scores."""
-        return not self.scored and self.sampling is None
-
-    @property
-    def competing(self) -> bool:
-        """Whether hypotheses compete for slots, as neither greedily nor in sampling."""
-        return self.beam_size > 1 and self.sampling is None
-
-
-class Search:
-    """A search by these rules: `begin`, and `step` while a sentence `is_alive`."""
-
-    def __init__(self, decode_step: DecodeStep, reorder: Reorder, rules: Rules):
-        """Take the functions of a model (see `search`)."""
-        self.decode_step, self.reorder, self.rules = decode_step, reorder, rules
-        self.advance = jax.vmap(
-            partial(
-                advance,
-                choose=_choice(rules.beam_size, rules.sampling),
-                alpha=rules.length_penalty,
-                min_length=rules.min_length,
-                enough=rules.beam_size if rules.early_stopping else NEVER_ENOUGH,
-                suppressed=rules.suppressed,
-                scored=rules.scored,
-            )
-        )
-
-    def begin(
-        self,
-        cache: Cache,
-        prefix: Prefix,
-        max_length: Int[Array, " batch"],
-        steps: int,
-        key: Key[Array, " batch"] | None = None,
-    ) -> State:
-        """Return the state with the initial hypotheses. Arguments as for `search`."""
-        rules = self.rules
-        check_begin(steps, rules.sampling, key, prefix.last.shape[0])
-        limit = jnp.clip(max_length - prefix.length, 1, steps)
-        rows = Row(prefix.length, limit, None if key is None else jax.random.key_data(key))
-        return State(rows, _begin(prefix, steps, rules), cache)
-
-    def step(self, state: State) -> State:
-        """Choose one more token for each hypothesis."""
-        logits, cache = self.decode_step(state.progress.alive.token, state.cache)
-        if not isinstance(logits, Best):
-            check_vocabulary(logits.shape[-1], self.rules.suppressed)
-        progress, parents = self.advance(state.progress, logits, state.rows)
-        if parents is not None:
-            cache = self.reorder(cache, parents)
-        return State(state.rows, progress, cache)
+def _choice(config: SearchConfig) -> Callable[..., Choice]:
+    if config.sample:
+        return partial(choose_random, config=config)
+    return partial(choose_greedy if config.beam_size == 1 else choose_beam, config=config)
 
 
 def search(
-    decode_step: DecodeStep,
-    reorder: Reorder,
-    cache: Cache,
-    prefix: Prefix,
-    max_length: Int[Array, " batch"],
+    model: Any,
+    params: Any,
+    source: Int[Array, "batch source"],
+    config: SearchConfig,
     *,
-    steps: int,
-    beam_size: int,
-    n_best: int = 1,
-    length_penalty: float = 0.6,
-    min_length: int = 0,
-    early_stopping: bool = True,
-    suppressed: tuple[int, ...] = (),
-    sampling: Sampling | None = None,
-    key: Key[Array, " batch"] | None = None,
+    max_length: Int[Array, " batch"] | None = None,
+    prefix: Int[Array, "batch prefix"] | None = None,
+    keys: Key[Array, " batch"] | None = None,
+    steps: int | None = None,
+    capacity: int | None = None,
+    halvings: int = 0,
+    scores: bool = True,
 ) -> Hypotheses:
-    """Return the best translations of each sentence. Call it inside a `jax.jit` of your own.
+    """Return translations of each source. Call it inside a `jax.jit`.
 
-    `beam_size` 1 is greedy decoding; more is beam search. With `sampling`, `beam_size` samples are
-    drawn with each sentence's own `key`; two may be equal, and their log_prob is the model's,
-    untempered. The `n_best` best by score are returned. The result for a sentence depends neither
-    on the other sentences of the batch nor on `steps`, if that is enough.
+    `config` has the settings, of which the seed is replaced by `keys`. The result for a sentence
+    depends neither on the others of the batch nor on its padding, nor on the arguments from `steps`
+    on, if they allow for it. Section 6.1.
 
-    cache:          with room for `steps` tokens of each hypothesis: the `capacity` of
-                    `Transformer.prefill` is `beam_size * steps`.
-    max_length:     most tokens of prefix, translation and EOS. The last one is EOS, at its own
-                    log-probability, even if the prefix already has as many tokens.
-    steps:          most new tokens of any sentence, EOS included: the size of the result.
-    length_penalty: alpha of `length_penalty`.
-    min_length:     least tokens of prefix and translation before EOS; max_length takes precedence.
-    early_stopping: once `beam_size` hypotheses of a sentence have ended, go on with those alone
-                    whose score so far is better; otherwise with all that can become better.
-    suppressed:     ids of further tokens that are never chosen.
+    model:      a `Transformer`, or another model for decoding (docs/extending.md).
+    source:     token ids that end in EOS, padded with PAD. Nothing is searched for a row of PAD.
+    max_length: most tokens of prefix, translation and EOS; None: `config.max_extra_tokens` more
+                than the source. The last one is EOS, at its own log-probability, even if the prefix
+                already has as many tokens.
+    prefix:     forced tokens of each translation, without BOS and EOS, padded with PAD.
+    keys:       a random key of each sentence, for samples: `jax.random.split(key, batch)`, of
+                `jax.random.key(seed, impl="threefry2x32")`.
+    steps:      most new tokens of any sentence: the length of the result. None: always enough.
+    capacity:   entries of the cache of each sentence, for the new tokens of all its hypotheses.
+                None: as many as there can be. With fewer, look at `Hypotheses.is_outgrown`.
+    halvings:   how often the batch is halved once half of its sentences are done; what is left
+                has twice the capacity then. Compiling takes about as long again for each.
+    scores:     False: a single hypothesis, which competes with none, goes without log-probabilities
+                (log_prob and score are then NaN), which saves 8 % of a greedy search.
 
-    PAD, UNK and BOS are never chosen either. The rest is not renormalised, so a log_prob is what
-    teacher forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a
-    broken model finds nothing. Raises ValueError for contradictory settings.
+    PAD, UNK and BOS are never chosen. The rest is not renormalised, so a log_prob is what teacher
+    forcing gives the same tokens. NaN counts as -inf, and may affect its neighbours: a broken model
+    finds nothing. Raises ValueError for keys without samples, and the other way round.
 
-    Greedy decoding takes the likelier "4" (0.6), half of which then ends. A beam of two finds that
-    "5" (0.4) is sure to end:
-
-    >>> table = jnp.zeros((6, 6)).at[BOS, 4].set(0.6).at[BOS, 5].set(0.4)
-    >>> table = jnp.log(table.at[4, EOS].set(0.5).at[4, 4].set(0.5).at[5, EOS].set(1.0))
-    >>> decode_step = lambda tokens, cache: (table[tokens], cache)
-    >>> reorder = lambda cache, parents: cache
-    >>> begin = decode_step, reorder, None, no_prefix(1), jnp.array([3])
-    >>> for beam_size in (1, 2):
-    ...     found = search(*begin, steps=3, beam_size=beam_size, length_penalty=0.0)
-    ...     print(found.ids[0, 0], f"{jnp.exp(found.log_prob[0, 0]):.2f}")
-    [4 3 0] 0.30
-    [5 3 0] 0.40
+    >>> from flaxformer_min.config import ModelConfig
+    >>> from flaxformer_min.model.transformer import Transformer
+    >>> from flaxformer_min.tokens import Batch
+    >>> source = jnp.array([[5, 6, 3], [7, 3, 0]])
+    >>> model = Transformer(ModelConfig(vocab_size=10, num_layers=1, d_model=8, d_ff=8))
+    >>> params = model.init(jax.random.key(0), Batch(*(one_sentence_per_row(source),) * 2))
+    >>> config = SearchConfig(beam_size=2, n_best=2, max_extra_tokens=1)
+    >>> found = jax.jit(lambda params: search(model, params, source, config))(params["params"])
+    >>> found.ids.shape, bool((found.score[:, 0] >= found.score[:, 1]).all())
+    ((2, 2, 4), True)
     """
-    rules = Rules(
-        beam_size, n_best, length_penalty, min_length, early_stopping, suppressed, sampling
+    check_keys(config, keys, source.shape[0])
+    apply = partial(model.apply, {"params": params})
+    if prefix is None:
+        prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
+    if steps is None:
+        steps = source.shape[1] + config.max_extra_tokens
+    if max_length is None:
+        max_length = (source != PAD).sum(1, dtype=jnp.int32) + config.max_extra_tokens
+    room = steps * config.beam_size
+    capacity = room if capacity is None else min(capacity, room)
+    cross, cache, log_probs = _prefill(apply, source, prefix, capacity, config)
+    if not hasattr(cache, "is_full"):
+        cache, capacity = cache.resize(prefix.shape[1] + room), room
+    sentences = _begin(source, prefix, log_probs.sum(1), keys, max_length, steps, config)
+    state = State(jnp.int32(0), sentences, cross, cache)
+    found = Hypotheses(*sentences.finished, sentences.is_outgrown)
+    for halving in range(halvings + 1):
+        rest = 0 if halving == halvings else state.sentences.row.shape[0] // 2
+        step = partial(_step, apply, config, scores, capacity < room)
+        state = jax.lax.while_loop(lambda now, rest=rest: now.count_alive() > rest, step, state)
+        found = _record(found, state.sentences)
+        if rest:
+            capacity = min(2 * capacity, room)
+            state = _halve(state, rest, prefix.shape[1] + capacity)
+    if scores or config.beam_size > 1:
+        return found
+    no_score = jnp.where(found.log_prob > -jnp.inf, jnp.nan, -jnp.inf)
+    return found._replace(log_prob=no_score, score=no_score)
+
+
+def _prefill(
+    apply: Callable[..., Any],
+    source: Int[Array, "batch source"],
+    prefix: Int[Array, "batch prefix"],
+    capacity: int,
+    config: SearchConfig,
+) -> tuple[Any, Any, Float[Array, "batch prefix"]]:
+    """Return what the model reads in each step, and the log-probabilities of the prefix."""
+    tokens = one_sentence_per_row(source)
+    cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
+    cache, log_probs = apply(cross, config.beam_size, capacity, prefix, method="prefill")
+    cross = jax.tree.map(
+        lambda each: each.suited_to(config.beam_size) if isinstance(each, KeyValue) else each,
+        cross,
+        is_leaf=lambda each: isinstance(each, KeyValue),
     )
-    loop = Search(decode_step, reorder, rules)
-    state = loop.begin(cache, prefix, max_length, steps, key)
-    state = jax.lax.while_loop(lambda state: state.is_alive().any(), loop.step, state)
-    return state.progress.finished
+    return cross, cache, log_probs
 
 
-def _choice(beam_size: int, sampling: Sampling | None) -> Callable[..., Choice]:
-    if sampling is not None:
-        return partial(choose_random, sampling=sampling)
-    return choose_greedy if beam_size == 1 else partial(choose_beam, beam_size=beam_size)
-
-
-def _begin(prefix: Prefix, steps: int, rules: Rules) -> Progress:
-    """Return the initial hypotheses, with nothing finished."""
-    batch, beam, n_best = prefix.last.shape[0], rules.beam_size, rules.n_best
-    token = jnp.broadcast_to(prefix.last[:, None], (batch, beam))
-    log_prob = jnp.broadcast_to(prefix.log_prob[:, None], (batch, beam))
-    if rules.competing:
-        # One hypothesis is alive: the others would be its copies, and fill the beam with theirs.
-        log_prob = log_prob.at[:, 1:].set(-jnp.inf)
-    none, nothing = jnp.zeros(batch, jnp.int32), jnp.full((batch, n_best), -jnp.inf, jnp.float32)
-    return Progress(
-        none,
-        none,
-        Alive(token, log_prob, jnp.full((batch, beam, steps), PAD, jnp.int32)),
-        Hypotheses(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing),
+def _begin(
+    source: Int[Array, "batch source"],
+    prefix: Int[Array, "batch prefix"],
+    log_prob: Float[Array, " batch"],
+    keys: Key[Array, " batch"] | None,
+    max_length: Int[Array, " batch"],
+    steps: int,
+    config: SearchConfig,
+) -> Sentence:
+    """Return the sentences after their prefixes, with nothing finished."""
+    batch, beam, n_best = source.shape[0], config.beam_size, config.n_best
+    slots = jnp.arange(beam, dtype=jnp.int32)[None, :]
+    # Without samples one hypothesis is alive: others would be its copies, and fill the beam.
+    is_alive = (source != PAD).any(1)[:, None] & (config.sample | (slots == 0))
+    token = jnp.broadcast_to(first_tokens(prefix)[:, None], (batch, beam))
+    nothing = jnp.full((batch, n_best), -jnp.inf, jnp.float32)
+    length = (prefix != PAD).sum(1, dtype=jnp.int32)
+    return Sentence(
+        row=jnp.arange(batch, dtype=jnp.int32),
+        prefix_length=length,
+        limit=jnp.clip(max_length - length, 1, steps),
+        key=None if keys is None else jax.random.key_data(keys),
+        ended=jnp.zeros(batch, jnp.int32),
+        is_outgrown=jnp.zeros(batch, bool),
+        live=LiveBeams(
+            token,
+            jnp.where(is_alive, log_prob[:, None], -jnp.inf),
+            jnp.full((batch, beam, steps), PAD, jnp.int32),
+        ),
+        finished=Finished(jnp.full((batch, n_best, steps), PAD, jnp.int32), nothing, nothing),
     )
+
+
+def _step(
+    apply: Callable[..., Any], config: SearchConfig, scores: bool, may_outgrow: bool, state: State
+) -> State:
+    """Choose one more token for each hypothesis."""
+    logits, cache = apply(
+        state.sentences.live.token, state.cross, state.cache, method="decode_step"
+    )
+    check_vocabulary(logits.shape[-1], config.suppressed)
+    batched_advance = jax.vmap(partial(advance, config=config, scores=scores), in_axes=(0, 0, None))
+    sentences, parents = batched_advance(state.sentences, logits, state.step)
+    if parents is not None:
+        cache = cache.reorder(parents)
+    if may_outgrow:
+        sentences = _give_up(sentences, cache.is_full())
+    return State(state.step + 1, sentences, state.cross, cache)
+
+
+def _give_up(sentences: Sentence, is_full: Bool[Array, " batch"]) -> Sentence:
+    """Return the sentences, of which those that are alive with a full cache end."""
+    outgrown = sentences.is_alive() & is_full
+    live = sentences.live
+    log_prob = jnp.where(outgrown[:, None], -jnp.inf, live.log_prob)
+    return sentences._replace(
+        is_outgrown=sentences.is_outgrown | outgrown, live=live._replace(log_prob=log_prob)
+    )
+
+
+def _record(found: Hypotheses, sentences: Sentence) -> Hypotheses:
+    """Return what is found, with that of these sentences so far."""
+    new = Hypotheses(*sentences.finished, sentences.is_outgrown)
+    return jax.tree.map(
+        lambda old, new: old.at[sentences.row].set(new, unique_indices=True), found, new
+    )
+
+
+def _halve(state: State, rows: int, entries: int) -> State:
+    """Return the search of the sentences that are alive, in this many rows."""
+    kept = jnp.argsort(~state.sentences.is_alive(), stable=True)[:rows]
+    sentences, cross, cache = jax.tree.map(lambda leaf: leaf[kept], state[1:])
+    return State(state.step, sentences, cross, cache.resize(entries))

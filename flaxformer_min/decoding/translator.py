@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from flaxformer_min.config import DecodingConfig
-from flaxformer_min.decoding.batching import BatchRunner
-from flaxformer_min.decoding.checks import check_parts
-from flaxformer_min.decoding.job import Options
+from flaxformer_min.config import SearchConfig
+from flaxformer_min.decoding.batches import LONGEST_PREFIX, BatchRunner
+from flaxformer_min.decoding.checks import check_config, check_parts
+from flaxformer_min.decoding.ensemble import Ensemble
 from flaxformer_min.decoding.models import (
     check_sows,
     model_of_run,
@@ -25,9 +25,7 @@ from flaxformer_min.decoding.models import (
 )
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.decoding.shapes import LONGEST_PREFIX
 from flaxformer_min.runs.folder import Restored, RunFolder
-from flaxformer_min.runtime.executables import executables_folder
 from flaxformer_min.runtime.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -64,7 +62,7 @@ class Translator:
         models: Sequence[nn.Module],
         params: Sequence[Any],
         tokenizers: tuple[Any, Any],
-        decoding: DecodingConfig | None = None,
+        decoding: SearchConfig | None = None,
         max_positions: int = 0,
     ):
         """Take models with the parameters of each, and the source and target tokenizers.
@@ -74,8 +72,10 @@ class Translator:
         check_parts(models, params, tokenizers)
         self.models = [with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers
-        self.decoding = decoding or DecodingConfig()
-        self.runner = BatchRunner(self.models, params, self.decoding.batch_size, max_positions)
+        self.decoding = decoding or SearchConfig()
+        one = len(self.models) == 1
+        model = self.models[0] if one else Ensemble(self.models)
+        self.runner = BatchRunner(model, params[0] if one else list(params), max_positions)
         self.restored: list[Restored] = []
         self._loaded_from: tuple | None = None
         self._trained: list[nn.Module] | None = None  # the models before `suited_to_device`
@@ -149,67 +149,59 @@ class Translator:
         if self._trained is not None:
             pairs = zip(self._trained, params, strict=True)
             params = [suited_to_device(model, each)[1] for model, each in pairs]
-        self.runner.use_params(params)
+        self.runner.use_params(params[0] if len(self.models) == 1 else list(params))
 
-    def keep_programs(self, folder: str | Path | None = None) -> None:
-        """Load compiled programs from a folder, and keep those there that are compiled from now on.
-
-        A process that finds its programs neither traces nor compiles them. None: a folder in that
-        of jax's cache; nothing if that is disabled. Only on a CPU, and only for models without
-        custom parts; `ExecutableCache` has the rules. Copies of the translator keep none.
-        """
-        if folder := folder or executables_folder():
-            self.runner.keep_programs(Path(folder))
-
-    def options(self, **changes: Any) -> Options:
-        """Return the search options of the run, with `changes`."""
-        settings = {
-            field.name: getattr(self.decoding, field.name)
-            for field in dataclasses.fields(Options)
-            if hasattr(self.decoding, field.name)
-        }
-        return Options(**{**settings, **changes})
+    def search_config(self, **settings: Any) -> SearchConfig:
+        """Return the search settings of the run, changed by `settings`."""
+        known = {field.name for field in dataclasses.fields(SearchConfig)}
+        if unknown := settings.keys() - known:
+            raise TypeError(
+                f"there is no search setting {min(unknown)!r}, only {', '.join(sorted(known))}."
+            )
+        config = dataclasses.replace(self.decoding, **settings)
+        check_config(config, getattr(self.target_tokenizer, "vocab_size", 1 << 30))
+        return config
 
     def translate(
-        self, lines: Sequence[str], *, stop: StopCheck = None, **options: Any
+        self, lines: Sequence[str], *, stop: StopCheck = None, **settings: Any
     ) -> list[str]:
         """Return the best translation of each line; an empty line gives an empty one.
 
-        `options` override the run's settings `beam_size`, `length_penalty`, `early_stopping`,
-        `max_extra_tokens` and `suppressed`; further ones are `min_length` and, with a `seed`,
-        `sampling`, a `Sampling`: `beam_size` samples are drawn, and the best by score is returned.
-        For several translations of each line, use
-        `hypotheses(lines, translator.options(beam_size=4, n_best=4))`. `stop` as there.
+        `settings` are those of `SearchConfig`, such as `beam_size=4`, in place of the run's own.
+        With `sample=True`, `beam_size` samples are drawn, and the best by score is returned. For
+        several translations of each line, use `hypotheses`. `stop` as there.
         """
-        options = self.options(**{"scores": False, **options})
-        if options.n_best > 1:
+        if settings.get("n_best", 1) != 1:
             raise ValueError(
                 "translate returns one translation of each line; got n_best="
-                f"{options.n_best}. For several, call hypotheses(lines, translator.options(...))."
+                f"{settings['n_best']}. For several, call hypotheses(lines, n_best=...)."
             )
-        found = self.hypotheses(lines, options, stop=stop)
+        found = self.hypotheses(lines, stop=stop, scores=False, **settings)
         return [best[0].text for best in found]
 
     def hypotheses(
         self,
         lines: Sequence[str],
-        options: Options,
         prefixes: Sequence[str] | None = None,
         *,
         first_line: int = 1,
         stop: StopCheck = None,
+        scores: bool = True,
+        **settings: Any,
     ) -> list[list[Translation]]:
         """Return the `n_best` translations of each line, best first.
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
         is no constraint. A source of more than 1,024 tokens, or with learned positions than there
         are of these, is truncated and logged as a warning, with its number counted from
-        `first_line`. Raises Stopped between two batches once `stop()`.
+        `first_line`. Raises Stopped between two batches once `stop()`. Without `scores`,
+        greedy decoding computes none, and they are NaN. `settings` are those of `SearchConfig`, in
+        place of the run's own.
         """
         _check_list("lines", lines)
         if prefixes is not None:
             _check_list("prefixes", prefixes)
-        self._check_vocabulary(options)
+        config = self.search_config(**settings)
         if prefixes is not None and len(prefixes) != len(lines):
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
@@ -226,10 +218,10 @@ class Translator:
                     "line %d is empty, and so is its translation; its prefix is not used.",
                     first_line + number,
                 )
-        forced = self._encode_prefixes(wanted, sources, first_line, options)
+        forced = self._encode_prefixes(wanted, sources, first_line, config)
         by_line = {first_line + number: sources[number] for number in nonempty}
         forced_by_line = {first_line + number: forced[number] for number in nonempty}
-        for batch, found in self.runner.search(by_line, forced_by_line, options, stop):
+        for batch, found in self.runner.search(by_line, forced_by_line, config, stop, scores):
             for row, line in enumerate(batch):
                 results[line - first_line] = self._to_text(found, row, forced_by_line[line])
         return results
@@ -281,7 +273,9 @@ class Translator:
             if not isinstance(text, str):
                 raise ValueError(f"{name} must be one text; got {text!r}.")
         if len(self.models) > 1:
-            raise ValueError(f"attention is that of one model; got {len(self.models)}.")
+            raise ValueError(
+                f"attention() needs a single model; this ensemble has {len(self.models)}."
+            )
         source_ids = self._truncate(self.source_tokenizer.encode_batch([source]), "line", 1)[0]
         if target is None:
             target = self._best_text(source_ids) if source.strip() else ""
@@ -303,25 +297,13 @@ class Translator:
             ["<s>", *predicted[:-1]],
         )
 
-    def _check_vocabulary(self, options: Options) -> None:
-        vocab_size = getattr(self.target_tokenizer, "vocab_size", 1 << 30)
-        if max(options.suppressed, default=0) >= vocab_size:
-            raise ValueError(
-                "suppressed must be ids of the target vocabulary, below "
-                f"{vocab_size:,}; got {max(options.suppressed):,}."
-            )
-        if options.sampling is None and options.beam_size > vocab_size:
-            raise ValueError(
-                f"beam_size must not exceed the vocabulary of {vocab_size:,}, the number of "
-                f"continuations; got {options.beam_size:,}."
-            )
-
     def _best_text(self, source: list[int]) -> str:
-        ((_, found),) = self.runner.search({1: source}, {1: []}, self.options(scores=False))
+        config = self.search_config(n_best=1)
+        ((_, found),) = self.runner.search({1: source}, {1: []}, config)
         return self._to_text(found, 0, [])[0].text
 
     def _truncate(self, sentences: list[list[int]], what: str, first_line: int) -> list[list[int]]:
-        longest = self.runner.lengths[-1]
+        longest = self.runner.widths[-1]
         for number, ids in enumerate(sentences):
             if len(ids) > longest:
                 LOGGER.warning(
@@ -339,11 +321,11 @@ class Translator:
         prefixes: Sequence[str],
         sources: list[list[int]],
         first_line: int,
-        options: Options,
+        config: SearchConfig,
     ) -> list[list[int]]:
         forced = [ids[:-1] for ids in self.target_tokenizer.encode_batch(list(prefixes))]
         for number, (ids, source) in enumerate(zip(forced, sources, strict=True)):
-            limit = len(source) + options.max_extra_tokens - 1
+            limit = len(source) + config.max_extra_tokens - 1
             longest = LONGEST_PREFIX
             if self.runner.max_positions:
                 longest = min(longest, self.runner.max_positions - 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxformer_min.decoding.shapes import LENGTHS
+from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.interop.run_model import (
     ParamsTree,
     RunModel,
@@ -52,7 +52,7 @@ def _specification(model: RunModel) -> Any:
         pre_norm=config.norm == "pre",
         activation=activations[config.activation],
     )
-    positions = LENGTHS[-1] + model.decoding.max_extra_tokens
+    positions = LONGEST_SOURCE + model.decoding.max_extra_tokens
     for side, embedding in (
         (spec.encoder, model.source_embedding),
         (spec.decoder, model.target_embedding),
@@ -129,7 +129,7 @@ def _set_vocabularies(spec: Any, model: RunModel) -> None:
 
 def _readme(model: RunModel, quantization: str | None) -> str:
     decoding = model.decoding
-    positions = model.config.max_positions or LENGTHS[-1]
+    positions = model.config.max_positions or LONGEST_SOURCE
     longest = f"min(max(map(len, pieces), default=0) + 1, {positions})"
     longest += f" + {decoding.max_extra_tokens}"
     if model.config.max_positions:

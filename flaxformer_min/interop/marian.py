@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding.shapes import LENGTHS
+from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.interop.marian_tensors import (
     FINAL_BIAS,
     Tensor,
@@ -106,7 +106,7 @@ def _config(model: RunModel, source_vocabulary: dict[str, int]) -> dict[str, Any
         "activation_dropout": config.feed_forward_dropout,
         "scale_embedding": True,
         "static_position_embeddings": True,
-        "max_position_embeddings": LENGTHS[-1] + model.decoding.max_extra_tokens,
+        "max_position_embeddings": LONGEST_SOURCE + model.decoding.max_extra_tokens,
         "vocab_size": len(source_vocabulary),
         "decoder_vocab_size": config.vocab_size,
         "share_encoder_decoder_embeddings": config.embeddings == "shared",
@@ -124,7 +124,7 @@ def _generation_config(model: RunModel) -> dict[str, Any]:
     return {
         "num_beams": decoding.beam_size,
         "length_penalty": nearest_length_penalty(decoding),
-        "max_length": 1 + LENGTHS[-1] + decoding.max_extra_tokens,  # the decoder's start counts
+        "max_length": 1 + LONGEST_SOURCE + decoding.max_extra_tokens,  # the decoder's start counts
         "bad_words_ids": [[number] for number in (PAD, UNK, BOS, *decoding.suppressed)],
         "pad_token_id": PAD,
         "eos_token_id": EOS,
@@ -138,7 +138,7 @@ def _tokenizer_config(model: RunModel, target: dict[str, int]) -> dict[str, Any]
     return {
         "tokenizer_class": "MarianTokenizer",
         "separate_vocabs": model.config.embeddings != "shared",
-        "model_max_length": LENGTHS[-1],
+        "model_max_length": LONGEST_SOURCE,
         "pad_token": pieces[PAD],
         "unk_token": pieces[UNK],
         "eos_token": pieces[EOS],

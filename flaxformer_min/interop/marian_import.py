@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig
 from flaxformer_min.data.corpora import GIVEN
 from flaxformer_min.interop.marian_npz import (
     find_model,
@@ -245,7 +245,7 @@ def _config(marian: MarianModel) -> Config:
         model=settings.with_vocabulary(
             [len(each.pieces) for each in marian.vocabularies], output_bias=tied and has_bias
         ),
-        decoding=DecodingConfig(
+        decoding=SearchConfig(
             beam_size=settings.beam_size,
             length_penalty=settings.length_penalty,
             suppressed=target.our_ids(settings.suppressed),

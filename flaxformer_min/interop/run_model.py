@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_min.config import LENGTH_PENALTY_LIMIT, DecodingConfig, ModelConfig
+from flaxformer_min.config import LENGTH_PENALTY_LIMIT, ModelConfig, SearchConfig
 from flaxformer_min.data.imported_tokenizer import LANGUAGE_TAG, ImportedTokenizer
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer
@@ -29,7 +29,7 @@ class RunModel(NamedTuple):
     """
 
     config: ModelConfig
-    decoding: DecodingConfig
+    decoding: SearchConfig
     params: ParamsTree
     tokenizers: Tokenizers
 
@@ -91,13 +91,13 @@ def position_table(config: ModelConfig, embedding: ParamsTree, positions: int) -
     return np.array(table)
 
 
-def nearest_length_penalty(decoding: DecodingConfig) -> float:
+def nearest_length_penalty(decoding: SearchConfig) -> float:
     """Return the exponent of the length that comes nearest to the run's own length penalty.
 
     CTranslate2 and Hugging Face divide by length ** penalty, we by ((5 + length) / 6) ** alpha.
     Around a length L both weigh one more token alike if penalty = alpha L / (L + 5).
 
-    >>> nearest_length_penalty(DecodingConfig(length_penalty=0.6))
+    >>> nearest_length_penalty(SearchConfig(length_penalty=0.6))
     0.45
     """
     return round(decoding.length_penalty * TYPICAL_SHARE, 4)

@@ -16,22 +16,21 @@ import numpy as np
 from flax import traverse_util
 from jax import export
 
-from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.decoding.models import with_explicit_attention
-from flaxformer_min.decoding.search import no_prefix, search
-from flaxformer_min.decoding.shapes import LENGTHS
+from flaxformer_min.decoding.search import search
 from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe, segmentation_code
 from flaxformer_min.model.attention import batched_attention_weights, batched_weighted_sum
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.tokens import PAD, one_sentence_per_row
+from flaxformer_min.tokens import PAD
 
 PROGRAM, WEIGHTS = "translate.stablehlo", "weights.npz"
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 MOST_SENTENCES = 1024
-"""Sentences of a call. The longest of them may have LENGTHS[-1] tokens, as in this package."""
+"""Sentences of a call. The longest of them may have LONGEST_SOURCE tokens, as in this package."""
 
 
 class PlainAttention(MultiHeadAttention):
@@ -47,7 +46,7 @@ def write_stablehlo(model: RunModel, folder: Path, weights_inside: bool = False)
     """Write the program, its weights (inside of it, or beside it), tokenizers and a README.md."""
     flat = traverse_util.flatten_dict(model.params, sep="/")
     program = make_program(model)
-    longest = model.config.max_positions or LENGTHS[-1]
+    longest = model.config.max_positions or LONGEST_SOURCE
     constraints = ("sentences >= 1", f"sentences <= {MOST_SENTENCES}")
     constraints += ("length >= 1", f"length <= {longest}")
     shape = export.symbolic_shape("sentences, length", constraints=constraints)
@@ -72,39 +71,16 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
     """
     transformer = Transformer(model.config, encoder_attention=PlainAttention)
     transformer = with_explicit_attention(transformer)  # a fused one may be of one platform alone
-    decoding = model.decoding
-    options = {
-        "beam_size": decoding.beam_size,
-        "length_penalty": decoding.length_penalty,
-        "early_stopping": decoding.early_stopping,
-        "suppressed": decoding.suppressed,
-    }
+    config, most = model.decoding, model.config.max_positions
 
     def translate(flat: ParamsTree, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-        params = {"params": traverse_util.unflatten_dict(flat, sep="/")}
-        apply = partial(transformer.apply, params)
-        tokens = one_sentence_per_row(source)
-        encoded = apply(tokens, method="encode")
-        cross = apply(encoded, tokens, method="precompute_cross_attention")
-        steps = source.shape[1] + decoding.max_extra_tokens
-        cache, _ = apply(cross, decoding.beam_size, decoding.beam_size * steps, method="prefill")
-
-        def decode_step(newest: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-            return apply(newest, cross, cache, method="decode_step")
-
-        def reorder(cache: Any, parents: jax.Array) -> Any:
-            return cache.reorder(parents)
-
-        limits = _limits(model.config, (source != PAD).sum(1) + decoding.max_extra_tokens)
-        prefix = no_prefix(source.shape[0])
-        found = search(decode_step, reorder, cache, prefix, limits, steps=steps, **options)
+        params = traverse_util.unflatten_dict(flat, sep="/")
+        limits = (source != PAD).sum(1) + config.max_extra_tokens
+        limits = jnp.minimum(limits, most) if most else limits
+        found = search(transformer, params, source, config, max_length=limits)
         return found.ids[:, 0], found.log_prob[:, 0]
 
     return translate
-
-
-def _limits(config: ModelConfig, limits: jax.Array) -> jax.Array:
-    return jnp.minimum(limits, config.max_positions) if config.max_positions else limits
 
 
 def _readme(model: RunModel, longest: int, weights_inside: bool) -> str:

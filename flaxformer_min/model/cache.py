@@ -23,16 +23,6 @@ class CrossAttentionCache(NamedTuple):
     segments: Int[Array, "batch source"]
     keys_values: tuple[KeyValue, ...]
 
-    def resize(self, source: int) -> "CrossAttentionCache":
-        """Return the cache of sources that are padded, or cut, to so many tokens."""
-        resized = tuple(layer.resize(source) for layer in self.keys_values)
-        return CrossAttentionCache(resize_axis(self.segments, source, axis=1), resized)
-
-    def suited_to(self, beam_size: int) -> "CrossAttentionCache":
-        """Return the cache as this platform reads it fastest for so many hypotheses."""
-        layers = tuple(layer.suited_to(beam_size) for layer in self.keys_values)
-        return self._replace(keys_values=layers)
-
 
 class Cache(NamedTuple):
     """Keys and values of the tokens of all hypotheses so far.
@@ -64,15 +54,6 @@ class Cache(NamedTuple):
         """Return whether there are fewer free entries than hypotheses."""
         seen = self.visible.any(axis=1).sum(axis=1, dtype=jnp.int32)
         return seen + self.visible.shape[1] > self.visible.shape[2]
-
-    def keep(self, kept: Bool[Array, " batch"], before: "Cache") -> "Cache":
-        """Return the cache in which some sentences are as `before` a step.
-
-        Their keys and values still are, because a step stores its own in free entries alone.
-        """
-        visible = jnp.where(kept[:, None, None], before.visible, self.visible)
-        positions = jnp.where(kept, before.positions, self.positions)
-        return self._replace(visible=visible, positions=positions)
 
     def reorder(self, parents: Int[Array, "batch beam"]) -> "Cache":
         """Return the cache in which hypothesis i continues hypothesis `parents[i]`."""
