@@ -10,7 +10,7 @@ core of a 2.45 GHz EPYC it takes about two hours, and reaches 41.21 BLEU on the 
 benchmarks/multi30k.sh, it reaches 41.2 on test2016, the mean of three seeds (docs/results.md).
 """
 
-from flaxformer_min.config import Config, DataConfig, SearchConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 
 config = Config(
     data=DataConfig(

@@ -24,7 +24,7 @@ and 0.35 TFLOP for the scores and sums of attention. So 100,000 steps are 0.98 E
 100 TFLOP/s sustained, 27 hours at 10. The paper took 12 hours on 8 P100 GPUs.
 """
 
-from flaxformer_min.config import Config, DataConfig, SearchConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 
 config = Config(
     data=DataConfig(

@@ -304,7 +304,7 @@ class SearchConfig:
     length_penalty: float = setting(0.6, at_least=0, at_most=LENGTH_PENALTY_LIMIT, may_change=True)
     """α of Wu et al. 2016, equation 14; 0 prefers short translations."""
 
-    max_extra_tokens: int = setting(50, at_least=1, less_than=2**30, may_change=True)
+    max_extra_tokens: int = setting(50, at_least=1, at_most=100_000, may_change=True)
     """Most tokens by which a translation may be longer than its source."""
 
     min_length: int = setting(0, at_least=0, less_than=2**30, may_change=True)
@@ -342,7 +342,7 @@ class SearchConfig:
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
-        check_fields(self)
+        check_fields(self, "decoding")
         if self.n_best > self.beam_size:
             raise ValueError(
                 "n_best must be at most beam_size, the number of hypotheses; got "

@@ -46,13 +46,13 @@ def check_groups(config: Any) -> None:
             )
 
 
-def check_fields(config: Any, group: str = "") -> None:
+def check_fields(config: Any, group: str) -> None:
     """Raise ValueError unless every field has its type and is in its range."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = plain(getattr(config, field.name))
         object.__setattr__(config, field.name, value)  # frozen, but nobody else has it yet
-        name, rule = f"{group}.{field.name}".lstrip("."), _type_rule(hints[field.name])
+        name, rule = f"{group}.{field.name}", _type_rule(hints[field.name])
         if not has_type(value, hints[field.name]):
             raise ValueError(f"{name} must be {rule}; got {value!r}.")
         if value is None or value == () or isinstance(value, (str, bool)):

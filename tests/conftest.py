@@ -46,14 +46,6 @@ def memory_is_given_back():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.fixture(autouse=True)
-def cores_have_a_large_l2_cache(monkeypatch):
-    """Pools have the same sizes on every machine (see `shapes.LARGE_L2`)."""
-    from flaxformer_min.decoding import shapes  # after the hook
-
-    monkeypatch.setattr(shapes, "l2_cache_size", lambda: shapes.LARGE_L2)
-
-
 @pytest.fixture
 def failed_transfers():
     """Orbax leaves coroutines behind where reading or writing fails; they end with the test."""

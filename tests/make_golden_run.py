@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.run import train
@@ -37,7 +37,7 @@ CONFIG = Config(
         validation_sentences=0,
         keep_checkpoints=1,
     ),
-    decoding=DecodingConfig(beam_size=4, length_penalty=1.0, max_extra_tokens=20),
+    decoding=SearchConfig(beam_size=4, length_penalty=1.0, max_extra_tokens=20),
 )
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         shutil.copytree(run.path, GOLDEN, ignore=others)
     translator = Translator.load(GOLDEN)
     pairs = read_pairs(CONFIG.data.corpus, "test")[::100]
-    best = translator.hypotheses([source for source, _ in pairs], translator.options())
+    best = translator.hypotheses([source for source, _ in pairs])
     scored = translator.score(pairs)
     records = [
         {

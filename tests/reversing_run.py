@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.experiment.run import train
 
 WORDS = "red green blue house door window tree river stone cloud bird fish".split()
@@ -33,7 +33,7 @@ def train_reversing_run(folder: str | Path, steps: int = 800, **settings) -> Pat
             validate_every=steps,
             save_every=steps,
         ),
-        decoding=DecodingConfig(max_extra_tokens=20),
+        decoding=SearchConfig(max_extra_tokens=20),
     )
     train(config, folder, pairs={"train": pairs[:1000], "validation": pairs[1000:]})
     return Path(folder)

@@ -13,7 +13,7 @@ import sentencepiece
 from make_golden_run import GOLDEN
 from tiny_run import LINES, make_tiny_run
 
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.encoding import Counts
 from flaxformer_min.data.tokenizer import Tokenizer
@@ -262,8 +262,8 @@ SETTINGS = [
     (TrainingConfig, dict(clip_norm=float("inf")), "training.clip_norm must be finite; got inf."),
     (DataConfig, dict(source_row_length=7), "data.source_row_length must be at least 8; got 7."),
     (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
-    (DecodingConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
-    (Config, dict(model=ModelConfig(vocab_size=4), decoding=DecodingConfig(beam_size=5)),
+    (SearchConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
+    (Config, dict(model=ModelConfig(vocab_size=4), decoding=SearchConfig(beam_size=5)),
      "decoding.beam_size must not exceed model.vocab_size, the number of continuations; got 5 and "
      "4."),
 ]  # fmt: skip

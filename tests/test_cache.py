@@ -76,17 +76,3 @@ def test_a_larger_cache_keeps_what_is_seen():
     cache = read(empty(3), jnp.arange(9).reshape(BATCH, BEAM)).resize(5)
     assert_array_equal(cache.visible[0], np.eye(3, 5))
     assert_array_equal(cache.self_attention_kv[0].values[1, 0, :, 0], [3, 4, 5, 0, 0])
-
-
-def test_a_sentence_that_pauses_is_unharmed_by_the_steps_of_the_others():
-    """One entry is free, for one of its three hypotheses: what they see stays as it is."""
-    full = read(empty(4), jnp.arange(9).reshape(BATCH, BEAM))
-    assert is_full(full).all()
-    kept = jnp.array([True, False, True])
-    after = read(full, jnp.full((BATCH, BEAM), 99)).keep(kept, full)
-    stored, before = (cache.self_attention_kv[0] for cache in (after, full))
-    assert_array_equal(stored.values[:, :, :3], before.values[:, :, :3])
-    assert_array_equal(stored.keys[:, :, :3], before.keys[:, :, :3])
-    assert_array_equal(after.visible[kept], full.visible[kept])
-    assert after.visible[1, 0, 3] and not full.visible[1, 0, 3]
-    assert_array_equal(after.positions, [1, 2, 1])

@@ -14,8 +14,8 @@ from flaxformer_min.config import (
     FORMAT_VERSION,
     Config,
     DataConfig,
-    DecodingConfig,
     ModelConfig,
+    SearchConfig,
     TrainingConfig,
 )
 from flaxformer_min.config_fields import differences
@@ -138,7 +138,7 @@ REFUSED = [  # and the table of test_bad_input.py
         "whether a value is dropped, and a lower rate would drop nothing; got 0.001953125.",
     ),
     (
-        DecodingConfig,
+        SearchConfig,
         dict(length_penalty=10.5),
         "decoding.length_penalty must be at most 10; got 10.5.",
     ),
@@ -171,7 +171,7 @@ REFUSED = [  # and the table of test_bad_input.py
     (TrainingConfig, dict(adam_epsilon=0), "training.adam_epsilon must be more than 0; got 0."),
     (TrainingConfig, dict(clip_norm=0.0), "training.clip_norm must be more than 0; got 0.0."),
     (TrainingConfig, dict(seed=-1), "training.seed must be at least 0; got -1."),
-    (DecodingConfig, dict(beam_size=0), "decoding.beam_size must be at least 1; got 0."),
+    (SearchConfig, dict(beam_size=0), "decoding.beam_size must be at least 1; got 0."),
     # one by one fine, and not together
     (
         ModelConfig,
@@ -219,17 +219,17 @@ REFUSED = [  # and the table of test_bad_input.py
         "en-de; got 'en-en'.",
     ),
     (
-        DecodingConfig,
+        SearchConfig,
         dict(max_extra_tokens=2**30),
-        "decoding.max_extra_tokens must be less than 1073741824; got 1073741824.",
+        "decoding.max_extra_tokens must be at most 100000; got 1073741824.",
     ),
     (
-        DecodingConfig,
+        SearchConfig,
         dict(suppressed=("▁a",)),
         "decoding.suppressed must be a list, each a whole number; got ('▁a',).",
     ),
     (
-        DecodingConfig,
+        SearchConfig,
         dict(suppressed=(9, 3)),
         "decoding.suppressed must be at least 4; got (9, 3).",
     ),
@@ -263,7 +263,7 @@ def test_a_wrong_setting_is_refused_with_the_rule_and_what_was_found(group, sett
         (TrainingConfig, dict(clip_norm=None)),
         (TrainingConfig, dict(clip_norm=1)),
         (DataConfig, dict(rows_per_batch=1, languages="zh_Hant-ko")),
-        (DecodingConfig, dict(suppressed=(4, 99))),
+        (SearchConfig, dict(suppressed=(4, 99))),
         (Config, dict(model=ModelConfig(vocab_size=4))),
     ],
 )
@@ -294,7 +294,8 @@ BROKEN_FILES = [
     (
         '{"format_version": 1, "decoding": {"beam": 4}}',
         "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
-        "max_extra_tokens, early_stopping, suppressed, batch_size.",
+        "max_extra_tokens, min_length, early_stopping, suppressed, n_best, sample, temperature, "
+        "top_k, top_p, seed, batch_size.",
     ),
     (
         '{"format_version": 1, "model": 3}',
@@ -344,7 +345,7 @@ def test_differences_name_what_a_continued_run_must_not_change():
         data=DataConfig(rows_per_batch=128, workers=4),
         model=ModelConfig(d_ff=64, dtype="bfloat16"),
         training=TrainingConfig(steps=7, seed=3),
-        decoding=DecodingConfig(beam_size=1),
+        decoding=SearchConfig(beam_size=1),
     )
     assert differences(Config(), new) == [
         "data.rows_per_batch: 32 in the run, 128 now",
@@ -372,7 +373,8 @@ training.steps training.log_every training.validate_every training.save_every tr
 training.cooldown_steps training.average_checkpoints training.validation_sentences
 training.keep_checkpoints training.patience training.max_skipped
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.early_stopping
-decoding.suppressed decoding.batch_size
+decoding.suppressed decoding.batch_size decoding.min_length decoding.n_best decoding.sample
+decoding.temperature decoding.top_k decoding.top_p decoding.seed
 """
 
 

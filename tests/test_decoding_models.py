@@ -64,9 +64,8 @@ def test_on_a_cpu_a_bfloat16_model_has_bfloat16_products_with_weights_alone(embe
 
 @pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
 def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_logits(
-    embeddings, monkeypatch
+    embeddings,
 ):
-    monkeypatch.setattr("flaxformer_min.decoding.models.has_bfloat16_units", lambda: False)
     model, params = model_and_params(dtype="float32", embeddings=embeddings)
     suited, suited_params = suited_to_device(model, params)
     added = {path: x for path, x in paths(suited_params).items() if path not in paths(params)}

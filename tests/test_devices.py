@@ -1,6 +1,5 @@
 """The machine: its devices, its memory, and the cache of compiled programs."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -39,20 +38,6 @@ def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
     assert "nvidia" not in devices.describe_devices()
-
-
-def test_the_l2_cache_size_is_what_linux_tells_of_a_core(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "CACHES_OF_A_CORE", tmp_path)
-    l2_cache_size = inspect.unwrap(devices.l2_cache_size)  # which reads them once
-    assert l2_cache_size() is None, "the system tells nothing"
-    for number, level, size in [(0, 1, "32K"), (1, 1, "32K"), (2, 2, "512K"), (3, 3, "32768K")]:
-        folder = tmp_path / f"index{number}"
-        folder.mkdir()
-        (folder / "level").write_text(f"{level}\n")
-        (folder / "size").write_text(f"{size}\n")
-    assert l2_cache_size() == 512 * 1024
-    (tmp_path / "index2" / "size").write_text("unknown\n")
-    assert l2_cache_size() is None
 
 
 def test_compiled_programs_are_cached_unless_the_user_chose_a_folder(monkeypatch, tmp_path):

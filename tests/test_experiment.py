@@ -21,9 +21,9 @@ from flaxformer_min import (
     Batch,
     Config,
     DataConfig,
-    DecodingConfig,
     ModelConfig,
     RunFolder,
+    SearchConfig,
     TrainingConfig,
     Transformer,
     Translator,
@@ -57,7 +57,7 @@ CONFIG = Config(
     training=TrainingConfig(
         steps=6, warmup_steps=4, log_every=2, validate_every=4, save_every=3, validation_sentences=0
     ),
-    decoding=DecodingConfig(beam_size=1, max_extra_tokens=2),
+    decoding=SearchConfig(beam_size=1, max_extra_tokens=2),
 )
 
 

@@ -36,8 +36,6 @@ from flaxformer_min.cli.train import read_arguments
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.corpora import languages_of, read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
-from flaxformer_min.decoding.choices import Sampling, check_sampling
-from flaxformer_min.decoding.job import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import bleu
 from flaxformer_min.experiment.prepare import prepare
@@ -781,25 +779,9 @@ def test_numbers_of_numpy_are_numbers():
     assert Config.from_json(Config(model=config).to_json()).model == config
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"beam_size": -1}, {"beam_size": True}, {"n_best": 0}, {"seed": -1}, {"min_length": -1}),
-        *({"early_stopping": "no"}, {"length_penalty": "1"}, {"suppressed": 5}),
-    ],
-)
-def test_search_options_are_of_their_type_and_in_range(changes):
-    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
-        without_type_checks("job").Options(**changes)
-
-
-def test_sampling_is_a_distribution():
-    with pytest.raises(ValueError, match="sampling must be a Sampling.*; got True"):
-        without_type_checks("choices").check_sampling(True)
-    with pytest.raises(ValueError, match=r"temperature must be a number; got \(1.0,\)"):
-        Options(sampling=Sampling(temperature=[1.0]))
-    with pytest.raises(ValueError, match="top_k must be .* a whole number; got True"):
-        check_sampling(Sampling(top_k=True))
+def test_a_search_setting_that_there_is_not_is_named_with_those_that_there_are(translator):
+    with pytest.raises(TypeError, match="no search setting 'beam', only batch_size, beam_size, "):
+        translator.translate(["the house"], beam=4)
 
 
 def test_translate_returns_one_translation_and_refuses_several(translator):
@@ -845,7 +827,7 @@ def test_a_translator_takes_lists_of_models_and_parameters_and_two_tokenizers(
     unchecked, changes, error
 ):
     tokenizers = unchecked.source_tokenizer, unchecked.target_tokenizer
-    parts = {"models": unchecked.models, "params": unchecked.runner.params}
+    parts = {"models": unchecked.models, "params": [unchecked.runner.params]}
     with pytest.raises(ValueError, match=error):
         type(unchecked)(**{**parts, "tokenizers": tokenizers, **changes})
 
@@ -861,9 +843,8 @@ def test_parameters_that_are_refused_leave_a_translator_as_it_was(translator, un
 
 
 def test_a_prefix_of_an_empty_line_is_told(translator, caplog):
-    options = translator.options(beam_size=1, max_extra_tokens=4)
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
-        found = translator.hypotheses(["", ""], options, ["the " * 9, ""], first_line=5)
+        found = translator.hypotheses(["", ""], ["the " * 9, ""], first_line=5, beam_size=1)
     assert [each[0].text for each in found] == ["", ""]
     assert [text for text in caplog.messages if "prefix" in text] == [
         "line 5 is empty, and so is its translation; its prefix is not used."
@@ -879,7 +860,7 @@ def test_a_loaded_translator_is_pickled_by_its_folder(translator):
 
 def test_a_translator_without_a_folder_says_why_it_cannot_be_pickled(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
-    own = Translator(translator.models, translator.runner.params, tokenizers)
+    own = Translator(translator.models, [translator.runner.params], tokenizers)
     with pytest.raises(TypeError, match="only a translator that Translator.load returned"):
         pickle.dumps(own)
 

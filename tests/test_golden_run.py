@@ -23,7 +23,7 @@ RECORDS = json.loads(EXPECTED.read_text())
 @pytest.fixture(scope="module")
 def translator():
     loaded = Translator.load(GOLDEN)
-    loaded.runner.lengths = (32,)  # one shape to compile
+    loaded.runner.widths = (32,)  # one shape to compile
     return loaded
 
 
@@ -47,7 +47,7 @@ def test_the_golden_run_is_of_a_format_that_is_still_read(caplog):
 
 
 def test_the_golden_run_translates_to_the_recorded_text(translator):
-    found = translator.hypotheses([each["source"] for each in RECORDS], translator.options())
+    found = translator.hypotheses([each["source"] for each in RECORDS])
     assert [best.text for best, *_ in found] == [each["translation"] for each in RECORDS]
     log_probs = [each["log_prob"] for each in RECORDS]
     assert [best.log_prob for best, *_ in found] == pytest.approx(log_probs, abs=1e-4)

@@ -11,7 +11,7 @@ from reversing_run import reversed_pairs, train_reversing_run
 from tiny_run import LINES, TAGGED, make_imported_run, make_tiny_run
 
 import flaxformer_min
-from flaxformer_min.config import DataConfig, DecodingConfig
+from flaxformer_min.config import DataConfig, SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop import ctranslate2 as interop
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
@@ -117,7 +117,7 @@ def test_without_ctranslate2_the_extra_to_install_is_named(tmp_path, monkeypatch
 
 def test_a_readme_says_how_to_translate(tmp_path, capsys):
     """Its code runs as it is, and finds the translations of the run."""
-    decoding = DecodingConfig(beam_size=2, max_extra_tokens=4, length_penalty=0.8)
+    decoding = SearchConfig(beam_size=2, max_extra_tokens=4, length_penalty=0.8)
     run = make_tiny_run(tmp_path / "run", decoding=decoding, data=DataConfig(languages="en-de"))
     flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
     readme = (tmp_path / "out" / "README.md").read_text()
@@ -135,7 +135,7 @@ def test_the_benchmark_finds_the_settings_of_a_readme(tmp_path, monkeypatch):
     """It gives CTranslate2 the limits and the length penalty of the export."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     trained = importlib.import_module("trained")
-    decoding = DecodingConfig(length_penalty=0.8, max_extra_tokens=7)
+    decoding = SearchConfig(length_penalty=0.8, max_extra_tokens=7)
     run = make_tiny_run(tmp_path / "run", decoding=decoding)
     flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
     readme = (tmp_path / "out" / "README.md").read_text()
@@ -149,7 +149,7 @@ def recipe_of(folder):
 
 def test_the_recipe_keeps_to_the_positions_that_the_model_has(tmp_path, capsys):
     """A source and a translation that would go beyond end at the last of 16."""
-    decoding = DecodingConfig(beam_size=1, max_extra_tokens=40)
+    decoding = SearchConfig(beam_size=1, max_extra_tokens=40)
     data = DataConfig(source_row_length=16, target_row_length=16)
     learned = {"positional_encoding": "learned", "max_positions": 16}
     run = make_tiny_run(tmp_path / "run", data=data, decoding=decoding, **learned)
@@ -162,7 +162,7 @@ def test_the_recipe_keeps_to_the_positions_that_the_model_has(tmp_path, capsys):
 
 def test_the_recipes_take_a_line_beyond_the_longest_and_none(tmp_path, capsys):
     """The source is cut at 1,024 tokens, and its translation ends where the positions do."""
-    run = make_tiny_run(tmp_path / "run", decoding=DecodingConfig(beam_size=1, max_extra_tokens=4))
+    run = make_tiny_run(tmp_path / "run", decoding=SearchConfig(beam_size=1, max_extra_tokens=4))
     flaxformer_min.export(run, tmp_path / "out", format="ctranslate2")
     code = recipe_of(tmp_path / "out")
     names = {"FOLDER": str(tmp_path / "out"), "lines": [LINES[0], " ".join(LINES) * 3]}
@@ -178,7 +178,7 @@ def test_the_recipe_never_produces_padding(tmp_path, capsys):
     run = make_tiny_run(
         tmp_path / "run",
         positional_encoding="halves",
-        decoding=DecodingConfig(beam_size=1, max_extra_tokens=4),
+        decoding=SearchConfig(beam_size=1, max_extra_tokens=4),
     )
     flaxformer_min.export(run, tmp_path / "marian", format="marian")
     path = tmp_path / "marian" / "model.safetensors"
@@ -198,7 +198,7 @@ def test_the_recipe_suppresses_what_the_run_suppresses(tmp_path, capsys):
     """The first token of a greedy translation, of the same run without it."""
 
     def greedily(name, suppressed):
-        decoding = DecodingConfig(beam_size=1, max_extra_tokens=4, suppressed=suppressed)
+        decoding = SearchConfig(beam_size=1, max_extra_tokens=4, suppressed=suppressed)
         run = make_tiny_run(tmp_path / name, decoding=decoding)
         flaxformer_min.export(run, tmp_path / f"{name}-out", format="ctranslate2")
         names = {"FOLDER": str(tmp_path / f"{name}-out"), "lines": LINES[:1]}

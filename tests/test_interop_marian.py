@@ -19,7 +19,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tiny_run import LINES, make_tiny_run
 
 import flaxformer_min
-from flaxformer_min.config import DecodingConfig, ModelConfig
+from flaxformer_min.config import ModelConfig, SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.marian_npz import hugging_face_names, read_npz
@@ -140,7 +140,7 @@ def test_tokens_that_may_not_be_produced_stay_so(marian, tmp_path):
     rewrite(settings, bad_words_ids=[[0], [1], [20], [9]], suppress_tokens=[12])
     flaxformer_min.import_model(marian, tmp_path / "again")
     assert RunFolder(tmp_path / "again").config().decoding.suppressed == (9, 12, 20)
-    assert Translator.load(tmp_path / "again").options().suppressed == (9, 12, 20)
+    assert Translator.load(tmp_path / "again").decoding.suppressed == (9, 12, 20)
     flaxformer_min.export(tmp_path / "again", tmp_path / "out", format="marian")
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written["bad_words_ids"] == [[0], [1], [2], [9], [12], [20]]
@@ -461,7 +461,7 @@ def ours_of(run, source, target):
     translator = Translator.load(run)
     labels = np.concatenate([target[:, 1:], np.full((len(target), 1), 3)], axis=1)
     batch = Batch(*(one_sentence_per_row(jnp.array(ids, jnp.int32)) for ids in (source, labels)))
-    return np.asarray(translator.models[0].apply({"params": translator.runner.params[0]}, batch))
+    return np.asarray(translator.models[0].apply({"params": translator.runner.params}, batch))
 
 
 def random_ids(vocab_size, seed=0, start=BOS):
@@ -486,7 +486,7 @@ def test_exported_logits_are_the_same_in_hugging_face(tmp_path, transformers, se
 
 def test_the_recipe_takes_a_line_beyond_the_longest(tmp_path, transformers, capsys):
     """The source is cut at 1,024 tokens, as this package cuts it."""
-    decoding = DecodingConfig(beam_size=1, max_extra_tokens=4)
+    decoding = SearchConfig(beam_size=1, max_extra_tokens=4)
     run = make_tiny_run(tmp_path / "run", decoding=decoding, positional_encoding="halves")
     flaxformer_min.export(run, tmp_path / "out", format="marian")
     code = (tmp_path / "out" / "README.md").read_text().split("```python")[1].split("```")[0]
@@ -497,7 +497,7 @@ def test_the_recipe_takes_a_line_beyond_the_longest(tmp_path, transformers, caps
 
 def test_an_export_has_positions_for_the_longest_translation(tmp_path, transformers):
     """Of the longest source, 1,024 tokens, which may become as many as the run adds to it."""
-    decoding = DecodingConfig(max_extra_tokens=40)
+    decoding = SearchConfig(max_extra_tokens=40)
     run = make_tiny_run(tmp_path / "run", decoding=decoding, positional_encoding="halves")
     flaxformer_min.export(run, tmp_path / "out", format="marian")
     model = transformers.MarianMTModel.from_pretrained(tmp_path / "out")
@@ -764,7 +764,9 @@ def test_a_suppressed_token_is_suppressed_in_both(opus, transformers, tmp_path):
     translator = Translator.load(tmp_path / "suppressed")
     order = read_marian(folder).vocabularies[1].order
     ids = translator.source_tokenizer.encode(LINES[0])
-    ((_, found),) = translator.runner.search({1: ids}, {1: []}, translator.options(beam_size=1))
+    ((_, found),) = translator.runner.search(
+        {1: ids}, {1: []}, translator.search_config(beam_size=1)
+    )
     assert order[found.ids[0, 0]].tolist()[:6] == other
 
 
@@ -988,7 +990,7 @@ def test_marians_own_files_are_the_model_that_hugging_face_has(of_marian, tmp_pa
     old, new = (folder.tokenizers() for folder in both)
     assert [old[0].encode(text) for text in TEXTS] == [new[0].encode(text) for text in TEXTS]
     translators = [Translator.load(folder.path) for folder in both]
-    assert [each.options().beam_size for each in translators] == [4, 6]
+    assert [each.decoding.beam_size for each in translators] == [4, 6]
     translations = [each.translate(LINES[:5], beam_size=4) for each in translators]
     assert translations[0] == translations[1]
 

@@ -12,7 +12,7 @@ from flax import traverse_util
 from reversing_run import reversed_pairs, train_reversing_run
 from tiny_run import LINES, TAGGED, make_imported_run, make_tiny_run
 
-from flaxformer_min.config import DecodingConfig
+from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.run_model import read_run
 from flaxformer_min.interop.stablehlo import make_program
@@ -65,7 +65,7 @@ def ids_of(translator, lines):
     """Our ids of the best translations."""
     sources = dict(enumerate(translator.source_tokenizer.encode_batch(lines)))
     found = {}
-    searched = translator.runner.search(sources, dict.fromkeys(sources, []), translator.options())
+    searched = translator.runner.search(sources, dict.fromkeys(sources, []), translator.decoding)
     for batch, hypotheses in searched:
         for row, number in enumerate(batch):
             found[number] = [i for i in hypotheses.ids[row, 0].tolist() if i]
@@ -83,7 +83,7 @@ def ids_of(translator, lines):
 )
 def test_the_same_program_runs_alone_for_every_shape(tmp_path, beam_size, weights, settings):
     """Two calls with other numbers of texts and other lengths, on one artifact."""
-    decoding = DecodingConfig(beam_size=beam_size, max_extra_tokens=6, batch_size=8)
+    decoding = SearchConfig(beam_size=beam_size, max_extra_tokens=6, batch_size=8)
     run = make_tiny_run(tmp_path / "run", decoding=decoding, **settings)
     export_alone(run, tmp_path / "out", "--weights", weights)
     assert (tmp_path / "out" / "weights.npz").exists() == (weights == "beside")

@@ -251,7 +251,7 @@ def translator(learned):
 
 def test_a_translation_ends_by_the_last_learned_position(translator):
     """Eleven letters and EOS, though the source and `max_extra_tokens` allow for 53 tokens."""
-    found = translator.hypotheses(["AB"], translator.options())[0][0]
+    found = translator.hypotheses(["AB"])[0][0]
     assert len(found.text) == 11
     assert np.isfinite(found.log_prob)
 
@@ -259,7 +259,7 @@ def test_a_translation_ends_by_the_last_learned_position(translator):
 def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(translator, caplog):
     """To eleven letters and EOS; the rest has no effect."""
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
-        found = translator.hypotheses(["ABCDEFGHIJKLMNO", "ABCDEFGHIJK"], translator.options())
+        found = translator.hypotheses(["ABCDEFGHIJKLMNO", "ABCDEFGHIJK"])
     assert caplog.messages == ["line 1 has 16 tokens; only its first 11 are read."]
     assert found[0] == found[1]
     caplog.clear()
@@ -272,10 +272,10 @@ def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(tran
 def test_a_prefix_of_more_positions_than_were_learned_is_refused(translator):
     """It must leave a position for EOS."""
     with pytest.raises(ValueError, match="prefix 1 has 12 tokens, the limit is 11. Shorten it"):
-        translator.hypotheses(["AB"], translator.options(), ["C" * 12])
+        translator.hypotheses(["AB"], ["C" * 12])
 
 
 @pytest.mark.slow
 def test_a_prefix_may_leave_the_last_learned_position_to_eos(translator):
-    found = translator.hypotheses(["AB"], translator.options(beam_size=1), ["C" * 11])[0][0]
+    found = translator.hypotheses(["AB"], ["C" * 11], beam_size=1)[0][0]
     assert found.text == "C" * 11 and np.isfinite(found.log_prob)

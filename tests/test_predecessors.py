@@ -21,7 +21,7 @@ from jaxtyping import install_import_hook
 with install_import_hook("predecessors", "beartype.beartype"):
     from predecessors import AttentionalRNN, FixedVectorRNN
 
-from flaxformer_min import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig, train
+from flaxformer_min import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig, train
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
 
@@ -214,7 +214,7 @@ def settings(steps):
             steps=steps, warmup_steps=30, learning_rate_scale=0.3, validation_sentences=0,
             validate_every=40, save_every=40, clip_norm=1.0, label_smoothing=0.0,
         ),
-        decoding=DecodingConfig(max_extra_tokens=8),
+        decoding=SearchConfig(max_extra_tokens=8),
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def test_a_recurrent_model_trains_resumes_and_translates_through_the_public_call
     assert first.stopped and 0 < first.step < 240
     parts = train(given, tmp_path / "parts", pairs=pairs, model=module)
     assert parts.step == whole.step == 240
-    both = [each.translator.runner.params[0] for each in (whole, parts)]
+    both = [each.translator.runner.params for each in (whole, parts)]
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *both))
     sources, references = zip(*reversals(100, 2), strict=True)
     for beam_size in (1, 4):

@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,9 @@ import numpy as np
 import pytest
 import slow_search
 
-from flaxformer_min.decoding.choices import (
-    Sampling,
-    choose_greedy,
-    nucleus,
-    sample_token,
-    top_k_tokens,
-)
-from flaxformer_min.decoding.search import Hypotheses, Prefix, merge_finished, no_prefix, search
+from flaxformer_min.config import SearchConfig
+from flaxformer_min.decoding.choices import choose_greedy, nucleus, sample_token, top_k_tokens
+from flaxformer_min.decoding.search import Finished, merge_finished, search
 from flaxformer_min.model.target import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -30,15 +26,13 @@ that predicts the next token, so a hypothesis that continues the wrong history g
 BATCH, VOCAB, STEPS = 8, 9, 12
 """Shapes of most searches below. They share compiled programs, which take most of the time."""
 
-SETTINGS = {
-    "beam_size": 1,
-    "n_best": 1,
-    "length_penalty": 0.6,
-    "min_length": 0,
-    "early_stopping": False,
-    "sampling": None,
-    "steps": STEPS,
-}
+SETTINGS = {"beam_size": 1, "early_stopping": False, "sampling": None}
+"""Besides the defaults of `SearchConfig`."""
+
+
+def Sampling(temperature=1.0, **others):
+    """The settings of a search for samples."""
+    return {"sample": True, "temperature": temperature, **others}
 
 
 def random_table(vocab=VOCAB, seed=0, spread=2.0):
@@ -57,15 +51,52 @@ BATCHES = []
 """Sentences in each step of all searches so far."""
 
 
-def fast_model(table):
-    """`decode_step` and `reorder`; the cache holds the state of each hypothesis."""
+class States(NamedTuple):
+    """The cache of `TableModel`: the state of each hypothesis, and entries that it fills."""
 
-    def decode_step(tokens, states):
+    states: jax.Array
+    used: jax.Array
+    entries: jax.Array
+
+    def reorder(self, parents):
+        return self._replace(states=jnp.take_along_axis(self.states, parents, 1))
+
+    def resize(self, entries):
+        return self._replace(entries=jnp.zeros((len(self.states), entries)))
+
+    def is_full(self):
+        return self.used + self.states.shape[1] > self.entries.shape[1]
+
+
+class TableModel:
+    """A model for decoding whose parameters are a table; a source is its seed and one."""
+
+    def apply(self, variables, *args, method):
+        return getattr(self, method)(variables["params"], *args)
+
+    def encode(self, table, source):
+        return source.ids[:, 0] - 1
+
+    def precompute_cross_attention(self, table, encoded, source):
+        return encoded
+
+    def prefill(self, table, seeds, beam_size, capacity, prefix):
+        states, newest, log_probs = seeds, jnp.full(len(seeds), BOS), []
+        for token in prefix.T:
+            after = next_state(states, newest)
+            log_probs.append(jnp.where(token != PAD, table[after, token], 0.0))
+            states = jnp.where(token != PAD, after, states)
+            newest = jnp.where(token != PAD, token, newest)
+        states = jnp.repeat(states[:, None], beam_size, axis=1)
+        cache = States(states, jnp.zeros_like(seeds), jnp.zeros((len(seeds), 0)))
+        cache = cache.resize(prefix.shape[1] + capacity)
+        return cache, jnp.stack(log_probs, 1) if log_probs else jnp.zeros(prefix.shape)
+
+    def decode_step(self, table, tokens, seeds, cache):
         jax.debug.callback(partial(BATCHES.append, len(tokens)))
-        states = next_state(states, tokens)
-        return table[states], states
-
-    return decode_step, lambda states, parents: jnp.take_along_axis(states, parents, 1)
+        states = next_state(cache.states, tokens)
+        used = cache.used + tokens.shape[1]
+        return table[states], cache._replace(states=states, used=used)
 
 
 def slow_model(table, seed, first=BOS):
@@ -81,15 +112,26 @@ def slow_model(table, seed, first=BOS):
     return model
 
 
-@partial(jax.jit, static_argnames="settings")
-def run(table, seeds, prefix, max_length, key, settings):
-    settings = dict(settings)
-    states = jnp.repeat(seeds[:, None], settings["beam_size"], axis=1)
-    return search(*fast_model(table), states, prefix, max_length, key=key, **settings)
+@partial(jax.jit, static_argnames=("config", "steps", "halvings", "capacity"))
+def run(table, source, max_length, keys, prefix, *, config, **sizes):
+    given = {"max_length": max_length, "keys": keys, "prefix": prefix}
+    return search(TableModel(), table, source, config, **given, **sizes)
 
 
-def find(table, seeds, max_length, *, prefix=None, key=None, batch=BATCH, **settings):
-    """`search` for one sentence per seed, in batches of `batch` with short sentences to fill up.
+def find(
+    table,
+    seeds,
+    max_length,
+    *,
+    prefix=None,
+    key=None,
+    batch=BATCH,
+    steps=STEPS,
+    halvings=1,
+    capacity=None,
+    **settings,
+):
+    """`search` for one sentence per seed, in batches of `batch`; rows of PAD fill up the last.
 
     `key` has one key for each sentence of the batch.
     """
@@ -99,17 +141,20 @@ def find(table, seeds, max_length, *, prefix=None, key=None, batch=BATCH, **sett
         found = [find(table, seeds[each], max_length[each], **settings) for each in parts]
         return jax.tree.map(lambda *columns: np.concatenate(columns), *found)
     more = batch - len(seeds)
-    prefix = no_prefix(len(seeds)) if prefix is None else prefix
-    prefix = jax.tree.map(lambda *columns: np.concatenate(columns), prefix, no_prefix(more))
-    seeds, max_length = np.array([*seeds, *[0] * more]), np.array([*max_length, *[1] * more])
-    settings = tuple({**SETTINGS, **settings}.items())
-    found = run(table, seeds, prefix, max_length, key, settings)
+    source = np.array([*(seed + 1 for seed in seeds), *[PAD] * more], np.int32)[:, None]
+    max_length = np.array([*max_length, *[1] * more], np.int32)
+    if prefix is not None:
+        prefix = np.concatenate([prefix, np.zeros((more, prefix.shape[1]), np.int32)])
+    settings = {**SETTINGS, **settings}
+    config = SearchConfig(**(settings.pop("sampling") or {}), **settings)
+    sizes = {"steps": steps, "halvings": halvings, "capacity": capacity}
+    found = run(table, source, max_length, key, prefix, config=config, **sizes)
     return jax.tree.map(lambda column: np.asarray(column)[: batch - more], found)
 
 
 def listed(found, row):
     """The hypotheses of a sentence as `slow_search` writes them."""
-    ids, log_prob, score = (column[row] for column in found)
+    ids, log_prob, score, _ = (column[row] for column in found)
     lists = [tuple(line[: line.index(EOS) + 1]) for line in ids.tolist() if EOS in line]
     for line, tokens in zip(ids.tolist(), lists, strict=False):
         assert set(line[len(tokens) :]) <= {PAD}
@@ -195,8 +240,6 @@ def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability
             slow_model(table, seed), max_length=12, alpha=0.6, suppressed=(5, 7), **settings
         )
         assert_same(found, row, expected)
-    with pytest.raises(ValueError, match="suppressed must be ids from 4 on"):
-        find(table, seeds, max_length, suppressed=(EOS,), **settings)
 
 
 @pytest.mark.parametrize("beam_size, n_best, alpha", [(3, 2, 3.0), slow(4, 4, 0.0)])
@@ -388,25 +431,59 @@ def test_a_log_prob_is_what_teacher_forcing_gives(sampling):
 
 
 def test_a_forced_prefix_counts_in_length_and_score():
-    """Three tokens with log-probability -2 are given: the rest is searched as if after them."""
-    table, prefix = random_table(), Prefix(jnp.array([6]), jnp.array([3]), jnp.array([-2.0]))
-    found = find(table, [8], [9], prefix=prefix, **LONG)
-    settings = {"beam_size": 3, "n_best": 3, "min_length": 5, "alpha": 1.0, "max_length": 9}
-    expected = slow_search.beam(slow_model(table, 8, first=6), prefix=(3, -2.0), **settings)
-    assert_same(found, 0, expected)
-    assert all(3 <= len(tokens) <= 6 for tokens, _, _ in expected)
+    """One of three tokens, one of one and none: the rest is searched as if after them."""
+    table, seeds = random_table(), [8, 9, 10]
+    prefix = np.array([[6, 4, 7], [5, 0, 0], [0, 0, 0]], np.int32)
+    found = find(table, seeds, [9] * 3, prefix=prefix, **LONG)
+    for row, (seed, forced) in enumerate(zip(seeds, [(6, 4, 7), (5,), ()], strict=True)):
+        model = slow_model(table, seed)
+        given = len(forced), slow_search.forced(model, forced)
+        expected = slow_search.beam(
+            lambda history, model=model, forced=forced: model((*forced, *history)),
+            prefix=given,
+            **{"beam_size": 3, "n_best": 3, "min_length": 5, "alpha": 1.0, "max_length": 9},
+        )
+        assert_same(found, row, expected)
+        assert all(len(forced) + len(tokens) <= 9 for tokens, _, _ in expected)
 
 
 @pytest.mark.parametrize("length, max_length", [(0, 1), (4, 5), (4, 4), (4, 2)])
 def test_where_nothing_else_fits_the_end_is_forced(length, max_length):
     """EOS alone, at its own log-probability; there are no other hypotheses."""
     table = table_of(0, 0, 0, 0.25, 0.5, 0.25)
-    prefix = Prefix(jnp.array([BOS]), jnp.array([length]), jnp.array([0.0]))
-    found = find(table, [0], [max_length], prefix=prefix, **LONG)
+    prefix = np.full((1, length), 4, np.int32)
+    found = find(table, [0], [max_length], prefix=prefix if length else None, **LONG)
     np.testing.assert_array_equal(found.ids[0, :, 0], [EOS, PAD, PAD])
     np.testing.assert_array_equal(found.ids[0, :, 1:], PAD)
-    np.testing.assert_allclose(found.log_prob, [[np.log(0.25), -np.inf, -np.inf]], rtol=1e-6)
+    expected = [[np.log(0.25) + length * np.log(0.5), -np.inf, -np.inf]]
+    np.testing.assert_allclose(found.log_prob, expected, rtol=1e-6)
     assert (found.score[0, 1:] == -np.inf).all()
+
+
+@pytest.mark.parametrize("halvings, capacity", [(0, 8), (1, 8), (2, 6)])
+def test_a_sentence_whose_cache_fills_up_is_reported_and_the_others_lose_nothing(
+    halvings, capacity
+):
+    """A beam of two fills two entries a step; what is left of a batch has twice as many."""
+    table, seeds = random_table(spread=3.0), list(range(8))
+    max_length, settings = [3, 12, 1, 12, 2, 12, 4, 12], {"beam_size": 2, "n_best": 2}
+    whole = find(table, seeds, max_length, **settings)
+    found = find(table, seeds, max_length, capacity=capacity, halvings=halvings, **settings)
+    assert found.is_outgrown.any() and not found.is_outgrown.all()
+    for row in np.flatnonzero(~found.is_outgrown):
+        np.testing.assert_array_equal(found.ids[row], whole.ids[row])
+        np.testing.assert_array_equal(found.score[row], whole.score[row])
+    assert not find(table, seeds, max_length, capacity=24, **settings).is_outgrown.any()
+
+
+def test_a_batch_is_halved_when_half_of_its_sentences_are_done():
+    """Of eight sentences two are left after two steps, and one after six; the batch follows."""
+    table = table_of(0, 0, 0, 0, 1)
+    jax.effects_barrier()
+    BATCHES.clear()
+    find(table, list(range(8)), [2, 2, 2, 2, 2, 2, 6, 9], halvings=3)
+    jax.effects_barrier()
+    assert BATCHES == [8] * 2 + [2] * 4 + [1] * 3
 
 
 SAMPLINGS = [None, Sampling(), Sampling(top_k=3, top_p=0.7)]
@@ -457,7 +534,9 @@ def test_a_greedy_choice_does_not_depend_on_what_came_before_it():
     logits = jnp.zeros((1, VOCAB)).at[0, 5].set(1.0).at[0, 7].set(1.001)
     before = jnp.array([-100_000.0])
     assert before + logits[0, 5] == before + logits[0, 7]
-    choice = choose_greedy(before, logits, jnp.array(True), jnp.array(False))
+    choice = choose_greedy(
+        before, logits, jnp.array(True), jnp.array(False), config=SearchConfig(beam_size=1)
+    )
     assert (choice.token, choice.ended, choice.log_prob) == (7, -jnp.inf, before + 1.001)
 
 
@@ -482,7 +561,7 @@ def test_tokens_are_drawn_as_often_as_they_should(sampling, expected):
     """10,000 draws; chi-square with at most four degrees of freedom is above 25 once in 20,000."""
     count = 10_000
     log_probs = jnp.log(jnp.array(PROBABILITIES))
-    draw = jax.jit(jax.vmap(partial(sample_token, log_probs, sampling=sampling)))
+    draw = jax.jit(jax.vmap(partial(sample_token, log_probs, config=SearchConfig(**sampling))))
     drawn = draw(keys(0, count))
     often = np.bincount(drawn, minlength=6)
     expected = count * np.array(expected) / sum(expected)
@@ -521,37 +600,51 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"steps": 0}, "steps must be at least 1"),
         ({"beam_size": 0}, "beam_size must be at least 1"),
-        ({"n_best": 0}, "n_best must be from 1 to beam_size"),
-        ({"n_best": 5}, "got n_best=5, beam_size=4"),
+        ({"n_best": 0}, "n_best must be at least 1"),
+        ({"n_best": 5}, "n_best must be at most beam_size, .*; got 5 and 4"),
         ({"length_penalty": -0.1}, "length_penalty must be at least 0"),
         ({"length_penalty": float("nan")}, "length_penalty must be at least 0"),
-        ({"length_penalty": 10.5}, "and at most 10; got 10.5"),
+        ({"length_penalty": 10.5}, "at most 10; got 10.5"),
         ({"min_length": -1}, "min_length must be at least 0"),
-        ({"sampling": Sampling()}, "sampling needs a key"),
-        ({"keyed": True}, "key is only used with sampling"),
-        ({"keyed": True, "sampling": Sampling(temperature=0.0)}, "temperature must be at least"),
-        ({"keyed": True, "sampling": Sampling(temperature=1e38)}, r"at most 1e6; got 1e\+38"),
-        ({"keyed": True, "sampling": Sampling(temperature=np.nan)}, "temperature must be at least"),
-        ({"keyed": True, "sampling": Sampling(top_k=0)}, "top_k must be at least 1"),
-        ({"keyed": True, "sampling": Sampling(top_k=2.5)}, "a whole number; got 2.5"),
-        ({"keyed": True, "sampling": Sampling(temperature="1")}, "temperature must be a number"),
-        ({"keyed": True, "sampling": Sampling(top_p=0.0)}, "top_p must be above 0"),
-        ({"keyed": True, "sampling": Sampling(top_p=1.1)}, "top_p must be above 0"),
-        ({"vocab": 4}, "more than the special tokens, which are 4; got 4"),
+        ({"max_extra_tokens": 0}, "max_extra_tokens must be at least 1"),
+        ({"beam_size": 2.0}, "beam_size must be a whole number; got 2.0"),
+        ({"beam_size": True}, "beam_size must be a whole number; got True"),
+        ({"early_stopping": 1}, "early_stopping must be true or false; got 1"),
+        ({"suppressed": 5}, "suppressed must be a list, each a whole number; got 5"),
+        ({"suppressed": (EOS,)}, "suppressed must be at least 4"),
+        ({"seed": 2**32}, "seed must be less than 4294967296"),
+        ({"top_k": 3}, "top_k is for samples; got 3 without sample=True"),
+        ({"sample": True, "temperature": 0.0}, "temperature must be at least"),
+        ({"sample": True, "temperature": 1e38}, "at most 1000000.0; got 1e"),
+        ({"sample": True, "temperature": np.nan}, "temperature must be .*at least"),
+        ({"sample": True, "temperature": "1"}, "temperature must be a number"),
+        ({"sample": True, "top_k": 0}, "top_k must be at least 1"),
+        ({"sample": True, "top_k": 2.5}, "top_k must be a whole number or none; got 2.5"),
+        ({"sample": True, "top_p": 0.0}, "top_p must be more than 0"),
+        ({"sample": True, "top_p": 1.1}, "top_p must be at most 1"),
     ],
 )
 def test_settings_without_sense_are_refused(wrong, message):
     """The rule, what was found, the way out."""
-    settings = {"steps": 3, "beam_size": 4, "vocab": 6, "keyed": False, **wrong}
-    model = fast_model(jnp.zeros((STATES, settings.pop("vocab"))))
-    key = keys(0, 1) if settings.pop("keyed") else None
-    states = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            partial(search, *model, key=key, **settings), states, no_prefix(1), jnp.array([3])
-        )
+        SearchConfig(**wrong)
+
+
+def test_a_vocabulary_of_special_tokens_alone_is_refused():
+    with pytest.raises(ValueError, match="more than the special tokens, which are 4; got 4"):
+        find(random_table(4), [0], [3])
+
+
+def test_a_greedy_search_without_scores_finds_the_same():
+    table, source = random_table(), np.arange(1, 9, dtype=np.int32)[:, None]
+    config = SearchConfig(beam_size=1, max_extra_tokens=9)
+    both = [
+        jax.jit(partial(search, TableModel(), config=config, scores=scores))(table, source)
+        for scores in (True, False)
+    ]
+    np.testing.assert_array_equal(both[0].ids, both[1].ids)
+    assert np.isnan(both[1].log_prob).all() and np.isnan(both[1].score).all()
 
 
 @pytest.fixture
@@ -590,7 +683,7 @@ def test_what_is_suppressed_is_in_the_vocabulary_of_the_model():
 )
 def test_of_two_finished_hypotheses_the_better_stays_and_the_earlier_if_they_tie(scores, winner):
     both = [
-        Hypotheses(jnp.full((1, 3), number), jnp.array([score]), jnp.array([score]))
+        Finished(jnp.full((1, 3), number), jnp.array([score]), jnp.array([score]))
         for number, score in enumerate(scores)
     ]
     best = merge_finished(*both)

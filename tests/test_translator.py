@@ -20,9 +20,7 @@ import pytest
 from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding import scheduling
-from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.shapes import LENGTHS, bucket
+from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.attention import fused_attention
 from flaxformer_min.model.embedding import OUTPUT_KERNEL
@@ -52,7 +50,7 @@ COUNT = 100
 def translated(run):
     """A translator, what it made of `COUNT` lines, and how many programs it compiled for them."""
     translator = Translator.load(run)
-    found = translator.hypotheses(mixed_lines(COUNT), translator.options())
+    found = translator.hypotheses(mixed_lines(COUNT))
     return translator, found, translator.runner.compilations
 
 
@@ -64,11 +62,6 @@ def translator(translated):
 @pytest.fixture(scope="module")
 def expected(translated):
     return translated[1]
-
-
-@pytest.fixture(scope="module")
-def options(translator):
-    return translator.options()
 
 
 @pytest.fixture(scope="module")
@@ -86,51 +79,48 @@ def assert_same(found, expected):
     )
 
 
-def test_a_translation_does_not_depend_on_the_order_of_lines(translator, options, expected):
+def test_a_translation_does_not_depend_on_the_order_of_lines(translator, expected):
     lines = mixed_lines(COUNT)
     order = np.random.default_rng(1).permutation(COUNT)
-    found = translator.hypotheses([lines[i] for i in order], options)
+    found = translator.hypotheses([lines[i] for i in order])
     assert_same(found, [expected[i] for i in order])
 
 
-def test_a_translation_does_not_depend_on_its_batch_mates(translator, options, expected, short):
+def test_a_translation_does_not_depend_on_its_batch_mates(translator, expected, short):
     """One by one; a few are enough, because each is a batch of its own."""
     lines = mixed_lines(COUNT)
-    found = [translator.hypotheses([lines[i]], options)[0] for i in short[:20]]
+    found = [translator.hypotheses([lines[i]])[0] for i in short[:20]]
     assert_same(found, [expected[i] for i in short[:20]])
 
 
 @pytest.mark.slow
-def test_a_translation_does_not_depend_on_the_batch_size(run, options, expected):
-    translator = Translator.load(run)
-    translator.runner.batch_size = 64
-    assert_same(translator.hypotheses(mixed_lines(COUNT), options), expected)
+def test_a_translation_does_not_depend_on_the_batch_size(run, expected):
+    found = Translator.load(run).hypotheses(mixed_lines(COUNT), batch_size=64)
+    assert_same(found, expected)
 
 
-def test_a_translation_does_not_depend_on_padding(translator, options, expected, short):
+def test_a_translation_does_not_depend_on_padding(translator, expected, short):
     """A longer line pads all lines of its batch to its own length."""
     lines = mixed_lines(COUNT)
     (long, *_) = set(range(COUNT)) - set(short)
-    found = translator.hypotheses([lines[i] for i in (long, *short[:5])], options)
+    found = translator.hypotheses([lines[i] for i in (long, *short[:5])])
     assert_same(found[1:], [expected[i] for i in short[:5]])
 
 
 @pytest.mark.slow
-def test_a_translation_does_not_depend_on_padding_of_many_tokens(translator, options, expected):
+def test_a_translation_does_not_depend_on_padding_of_many_tokens(translator, expected):
     long = " ".join(LINES[:2])
-    found = translator.hypotheses([long, *mixed_lines(COUNT)[:5]], options)
+    found = translator.hypotheses([long, *mixed_lines(COUNT)[:5]])
     assert_same(found[1:], expected[:5])
 
 
 @pytest.mark.slow
-def test_a_translation_does_not_depend_on_the_number_of_cores(
-    run, options, expected, short, monkeypatch
-):
+def test_a_translation_does_not_depend_on_the_number_of_cores(run, expected, short, monkeypatch):
     """One virtual device has all cores to itself; of two, each has a batch of its own."""
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
     translator = Translator.load(run)
     assert translator.runner.cores == 1 and jax.device_count() == 2
-    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:8]], options)
+    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:8]])
     assert_same(found, [expected[i] for i in short[:8]])
 
 
@@ -140,7 +130,7 @@ def test_a_translation_does_not_depend_on_the_number_of_devices(run, expected):
         "import json, sys; sys.path.insert(0, sys.argv[2]);"
         "from test_translator import COUNT, mixed_lines, Translator; import jax;"
         "t = Translator.load(sys.argv[1]);"
-        "found = t.hypotheses(mixed_lines(COUNT), t.options());"
+        "found = t.hypotheses(mixed_lines(COUNT));"
         "print(json.dumps([jax.device_count(), [best[0] for best in found]]))"
     )
     environment = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
@@ -159,12 +149,12 @@ def test_a_translation_does_not_depend_on_the_number_of_devices(run, expected):
     np.testing.assert_allclose([best[1] for best in found], log_probs, atol=1e-4)
 
 
-def test_empty_lines_stay_empty_and_in_place(translator, options):
+def test_empty_lines_stay_empty_and_in_place(translator):
     """Also beside a line of spaces, which is empty, too."""
     lines = ["", "red house", "  ", "blue"]
-    found = [best[0].text for best in translator.hypotheses(lines, options)]
+    found = [best[0].text for best in translator.hypotheses(lines)]
     assert (found[0], found[2]) == ("", "")
-    alone = translator.hypotheses(["red house"] * 4, options)
+    alone = translator.hypotheses(["red house"] * 4)
     assert found[1] == alone[0][0].text != ""
     assert len(found) == 4
 
@@ -176,13 +166,12 @@ def test_translate_returns_the_best_text_of_each_line(translator, expected):
     ]
 
 
-def test_without_scores_the_texts_of_hypotheses_are_the_same(translator, options):
+def test_without_scores_the_texts_of_hypotheses_are_the_same(translator):
     """Greedily they are not computed; of a beam they decide, so they are there."""
     lines = ["", *mixed_lines(8)]
     for beam_size in (1, 3):
-        scored = dataclasses.replace(options, beam_size=beam_size)
-        expected = translator.hypotheses(lines, scored)
-        found = translator.hypotheses(lines, dataclasses.replace(scored, scores=False))
+        expected = translator.hypotheses(lines, beam_size=beam_size)
+        found = translator.hypotheses(lines, beam_size=beam_size, scores=False)
         assert [best.text for (best,) in found] == [best.text for (best,) in expected]
         unknown = [np.isnan([best.log_prob, best.score]).all() for (best,) in found]
         assert unknown == [False, *[beam_size == 1] * 8]
@@ -213,8 +202,8 @@ def speller():
 def test_the_score_of_a_hypothesis_is_that_of_the_beam(speller, alpha):
     """EOS included, and the length penalty of Wu et al. 2016 over all tokens."""
     lines = ["ABC", "ABCDEFGHIJ", "F"]
-    options = speller.options(n_best=3, length_penalty=alpha, max_extra_tokens=8)
-    found = speller.hypotheses(lines, options)
+    settings = dict(n_best=3, length_penalty=alpha, max_extra_tokens=8)
+    found = speller.hypotheses(lines, **settings)
     pairs = [(line, each.text) for line, best in zip(lines, found, strict=True) for each in best]
     expected = [each for best in found for each in best]
     assert len(pairs) == 9
@@ -228,7 +217,7 @@ def test_the_score_of_a_hypothesis_is_that_of_the_beam(speller, alpha):
 def test_scores_are_those_of_teacher_forcing_token_by_token(translator):
     pairs = [("red house", "blue house"), ("the doors", "")]
     model = translator.models[0]
-    params = jax.tree.map(np.asarray, translator.runner.params[0])
+    params = jax.tree.map(np.asarray, translator.runner.params)
     apply = jax.jit(model.apply)
     for pair, scored in zip(pairs, translator.score(pairs), strict=True):
         ids = [translator.source_tokenizer.encode(text) for text in pair]
@@ -245,8 +234,8 @@ def test_scores_are_those_of_teacher_forcing_token_by_token(translator):
 def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller):
     """Hypotheses have the score that the whole text has; no prefix changes nothing."""
     lines, prefixes = ["ABC", "ABCDEFGHIJ", "F"], ["AB", "", "CDEFGH"]
-    options = speller.options(n_best=3, max_extra_tokens=8)
-    found = speller.hypotheses(lines, options, prefixes)
+    settings = dict(n_best=3, max_extra_tokens=8)
+    found = speller.hypotheses(lines, prefixes, **settings)
     for line, hypotheses, prefix in zip(lines, found, prefixes, strict=True):
         assert len(hypotheses) == 3
         scored = speller.score([(line, each.text) for each in hypotheses])
@@ -255,35 +244,34 @@ def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller)
             assert each.log_prob == pytest.approx(score.log_prob, abs=1e-4)
             penalty = ((5 + len(each.text) + 1) / 6) ** 0.6
             assert each.score == pytest.approx(each.log_prob / penalty, abs=1e-4)
-    assert_same(found[1:2], speller.hypotheses(lines, options)[1:2])
+    assert_same(found[1:2], speller.hypotheses(lines, **settings)[1:2])
 
 
 @pytest.mark.slow
 def test_a_forced_prefix_begins_the_translation_of_a_run(translator):
     lines = ["the red house has 3 doors", "the blue house", "the green house"]
     prefixes = ["the blue", "", "red house"]
-    options = translator.options(n_best=2)
-    found = translator.hypotheses(lines, options, prefixes)
+    settings = dict(n_best=2)
+    found = translator.hypotheses(lines, prefixes, **settings)
     for hypotheses, prefix in zip(found, prefixes, strict=True):
         assert all(each.text.startswith(prefix) for each in hypotheses)
-    assert_same(found[1:2], translator.hypotheses(lines[1:2], options))
+    assert_same(found[1:2], translator.hypotheses(lines[1:2], **settings))
 
 
-def test_a_prefix_that_cannot_be_followed_is_refused(translator, options):
-    long = translator.options(max_extra_tokens=5_000)
+def test_a_prefix_that_cannot_be_followed_is_refused(translator):
     with pytest.raises(ValueError, match="prefix 1 has 2[0-9]+ tokens, the limit is 2048. Shorten"):
-        translator.hypotheses(["red"], long, ["1" * 2_100])
+        translator.hypotheses(["red"], ["1" * 2_100], max_extra_tokens=5_000)
     with pytest.raises(ValueError, match="prefix 2 has .* Raise max_extra_tokens"):
-        translator.hypotheses(["red", "red"], options, ["", "the red house " * 9])
+        translator.hypotheses(["red", "red"], ["", "the red house " * 9])
     with pytest.raises(ValueError, match="one prefix for each line; got 1 for 3"):
-        translator.hypotheses(["a", "b", "c"], options, ["the"])
+        translator.hypotheses(["a", "b", "c"], ["the"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beam_size", [2, 4])
 def test_n_best_is_ordered_by_score(translator, beam_size):
-    options = translator.options(beam_size=beam_size, n_best=beam_size)
-    for hypotheses in translator.hypotheses(mixed_lines(10), options):
+    settings = dict(beam_size=beam_size, n_best=beam_size)
+    for hypotheses in translator.hypotheses(mixed_lines(10), **settings):
         scores = [each.score for each in hypotheses]
         assert len(scores) == beam_size
         assert scores == sorted(scores, reverse=True)
@@ -292,11 +280,11 @@ def test_n_best_is_ordered_by_score(translator, beam_size):
 
 def test_samples_repeat_by_seed_and_line(translator, short):
     lines = [mixed_lines(COUNT)[i] for i in short[:12]]
-    sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9)
+    sampling = {"top_k": 20, "top_p": 0.9}
 
     def texts(seed, first_line=1, lines=lines):
-        options = translator.options(beam_size=1, sampling=sampling, seed=seed)
-        found = translator.hypotheses(lines, options, first_line=first_line)
+        settings = dict(beam_size=1, sample=True, seed=seed, **sampling)
+        found = translator.hypotheses(lines, first_line=first_line, **settings)
         return [each[0].text for each in found]
 
     assert texts(1) == texts(1)
@@ -311,8 +299,8 @@ def test_samples_are_those_of_their_line_whatever_generator_is_jaxs_default(run,
     lines = [mixed_lines(COUNT)[i] for i in short[:4]]
 
     def samples(translator, first_line=1, lines=lines):
-        options = translator.options(beam_size=1, sampling=Sampling(temperature=1.0), seed=1)
-        found = translator.hypotheses(lines, options, first_line=first_line)
+        settings = dict(beam_size=1, sample=True, seed=1)
+        found = translator.hypotheses(lines, first_line=first_line, **settings)
         return [each[0].text for each in found]
 
     expected = samples(translator)
@@ -331,9 +319,9 @@ def test_an_over_long_line_is_truncated_with_a_warning_that_names_it(
     monkeypatch.setattr(translator.runner, "search", search)
     long = " ".join(LINES * 30)
     ids = translator.source_tokenizer.encode(long)
-    assert len(ids) > LENGTHS[-1]
+    assert len(ids) > batches.LONGEST_SOURCE
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
-        translator.hypotheses([long, "red"], translator.options(), first_line=7)
+        translator.hypotheses([long, "red"], first_line=7)
     assert caplog.messages == [f"line 7 has {len(ids):,} tokens; only its first 1,023 are read."]
     assert searched[0][7] == [*ids[:1_023], EOS]
     assert searched[0][8] == translator.source_tokenizer.encode("red")
@@ -349,9 +337,9 @@ def test_models_decide_together_by_the_mean_of_their_probabilities(tmp_path, run
 
 
 @pytest.mark.slow
-def test_a_model_and_itself_decide_as_it_does_alone(run, options, expected):
+def test_a_model_and_itself_decide_as_it_does_alone(run, expected):
     twice = Translator.load(run, run)
-    assert_same(twice.hypotheses(mixed_lines(COUNT)[:10], options), expected[:10])
+    assert_same(twice.hypotheses(mixed_lines(COUNT)[:10]), expected[:10])
 
 
 @pytest.mark.slow
@@ -361,7 +349,7 @@ def test_two_models_search_by_their_mean_probability(tmp_path, run, speller):
     params = [random_params(config, seed) for seed in (0, 1)]
     models, letters = [Transformer(config)] * 2, (Letters(), Letters())
     both = Translator(models, params, letters)
-    found = both.hypotheses(["ABC"], both.options(n_best=3))[0]
+    found = both.hypotheses(["ABC"], n_best=3)[0]
     scored = both.score([("ABC", each.text) for each in found])
     for each, score in zip(found, scored, strict=True):
         assert each.log_prob == pytest.approx(score.log_prob, abs=1e-4)
@@ -395,7 +383,7 @@ def test_attention_of_no_target_is_that_of_the_translation(translator):
 def test_attention_is_shown_of_a_model_that_was_trained_without_its_weights(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
     config = dataclasses.replace(translator.models[0].config, attention="fused")
-    fused = Translator([Transformer(config)], translator.runner.params, tokenizers)
+    fused = Translator([Transformer(config)], [translator.runner.params], tokenizers)
     for found, expected in zip(
         fused.attention("the red house", "the blue house"),
         translator.attention("the red house", "the blue house"),
@@ -414,27 +402,13 @@ class Silent(MultiHeadAttention):
 def test_a_model_without_explicit_weights_says_so(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
     silent = Transformer(translator.models[0].config, encoder_attention=Silent)
-    silent = Translator([silent], translator.runner.params, tokenizers)
+    silent = Translator([silent], [translator.runner.params], tokenizers)
     with pytest.raises(ValueError, match="sow `weights`.*; encoder, layer_0, self_attention"):
         silent.attention("the red house", "the blue house")
 
 
-@pytest.mark.parametrize("batch_size", [64, 512])
-@pytest.mark.parametrize("longest", [12, 65, 129, 300, 700, 1024])
-def test_a_batch_is_padded_to_a_size_that_fits_into_memory(translator, batch_size, longest):
-    """Long sentences come in small batches without rows of padding."""
-    small = copy.copy(translator.runner)
-    small.batch_size = batch_size
-    width = bucket(longest, LENGTHS)
-    for sentences in (1, 20, 100, 5_000):
-        rows = small._rows(sentences, longest)
-        assert rows * width <= max(small.most_tokens, width) and rows <= batch_size
-    for batch in small._batches({number: longest for number in range(300)}):
-        assert len(batch) == small._rows(len(batch), longest) or batch[-1] == 299
-
-
 def products_in_bfloat16(translator):
-    (params,) = translator.runner.params
+    params = translator.runner.params
     return params["decoder"]["layer_0"]["feed_forward"]["inner"]["kernel"].dtype == "bfloat16"
 
 
@@ -458,7 +432,7 @@ def test_one_text_is_no_list_of_texts(translator):
     with pytest.raises(ValueError, match=r"lines must be a list of texts.*\[text\]"):
         translator.translate("the red house")
     with pytest.raises(ValueError, match="prefixes must be a list"):
-        translator.hypotheses(["a"], translator.options(), "b")
+        translator.hypotheses(["a"], "b")
     # Without these tests' own check of types.
     score, attention = inspect.unwrap(Translator.score), inspect.unwrap(Translator.attention)
     for pairs in ("the red house", ("the red house", "a"), [("a", "b", "c")]):
@@ -478,36 +452,33 @@ class LikeAnArray(list):
         raise ValueError("ambiguous")
 
 
-def test_lines_and_prefixes_may_be_arrays(translator, options):
+def test_lines_and_prefixes_may_be_arrays(translator):
     lines, prefixes = ["the red house", "the doors"], ["red", ""]
-    found = translator.hypotheses(LikeAnArray(lines), options, LikeAnArray(prefixes))
-    assert found == translator.hypotheses(lines, options, prefixes)
+    found = translator.hypotheses(LikeAnArray(lines), LikeAnArray(prefixes))
+    assert found == translator.hypotheses(lines, prefixes)
 
 
-def test_nothing_is_compiled_twice_for_the_same_shapes(translated, options):
+def test_nothing_is_compiled_twice_for_the_same_shapes(translated):
     """Whatever the order of the lines, and whichever core is faster."""
     translator, _, compilations = translated
     assert compilations <= 6
     before = translator.runner.compilations
     for _ in range(3):
-        translator.hypotheses(mixed_lines(COUNT)[::-1], options)
+        translator.hypotheses(mixed_lines(COUNT)[::-1])
     assert translator.runner.compilations == before
 
 
-def test_each_core_searches_in_a_pool_of_its_own(translator, options, expected, short, monkeypatch):
-    """Two devices, two pools: each waits until the other has begun, too."""
+def test_each_core_searches_in_batches_of_its_own(translator, expected, monkeypatch):
+    """Two devices, two batches of 16: each waits until the other has begun, too."""
     both = threading.Barrier(2, timeout=60)
-    begun, run = set(), scheduling.PoolScheduler.run
+    prepare = batches.BatchRunner._prepare
 
-    def meeting(pool, launched):
-        if pool not in begun:
-            begun.add(pool)
-            both.wait()
-        return run(pool, launched)
+    def meeting(runner, *arguments):
+        run = prepare(runner, *arguments)
+        return lambda: (both.wait(), run())[1]
 
-    monkeypatch.setattr(scheduling.PoolScheduler, "run", meeting)
-    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:16]], options)
-    assert_same(found, [expected[i] for i in short[:16]])
+    monkeypatch.setattr(batches.BatchRunner, "_prepare", meeting)
+    assert_same(translator.hypotheses(mixed_lines(COUNT)[:16]), expected[:16])
 
 
 def test_the_translator_restores_what_was_trained(run, translator):
@@ -517,7 +488,7 @@ def test_the_translator_restores_what_was_trained(run, translator):
     params = RunFolder(run).params().params
     assert RunFolder(run).model_config() == translator.models[0].config
     assert isinstance(translator.models[0], Transformer)
-    found = jax.device_get(translator.runner.params[0])
+    found = jax.device_get(translator.runner.params)
     for name in {*found["embedding"]} - {"table"}:
         del found["embedding"][name]  # which a CPU adds
     jax.tree.map(np.testing.assert_array_equal, params, found)
@@ -532,7 +503,7 @@ def test_a_loaded_translator_takes_other_parameters_of_its_model(run, dtype):
     others = random_params(translator.models[0].config)
     translator.use_params([others])
     assert translator.translate(["the red house"], **options) != before
-    found = translator.runner.params[0]["embedding"][OUTPUT_KERNEL]
+    found = translator.runner.params["embedding"][OUTPUT_KERNEL]
     expected = np.asarray(others["embedding"]["table"]).T.astype(found.dtype)
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == dtype

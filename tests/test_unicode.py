@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
-from flaxformer_min.config import DecodingConfig
+from flaxformer_min.config import SearchConfig
 from flaxformer_min.data.batches import single_pass
 from flaxformer_min.data.corpora.pairs import is_empty
 from flaxformer_min.data.encoding import encode_pairs
@@ -42,7 +42,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    decoding = DecodingConfig(beam_size=1, max_extra_tokens=2, batch_size=8)
+    decoding = SearchConfig(beam_size=1, max_extra_tokens=2, batch_size=8)
     return make_tiny_run(tmp_path_factory.mktemp("runs") / "tiny", decoding=decoding)
 
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory):
 def translator(run):
     """It pads all texts to one length, so that few programs are compiled."""
     translator = Translator.load(run)
-    translator.runner.lengths = (64,)
+    translator.runner.widths = (64,)
     return translator
 
 

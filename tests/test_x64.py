@@ -11,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
-from flaxformer_min.decoding.choices import Sampling
-from flaxformer_min.decoding.job import Options
-from flaxformer_min.decoding.pool import Newcomers, PoolShape, begin, empty_pool
-from flaxformer_min.decoding.programs import run
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
+from flaxformer_min.decoding.batches import _search
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import initial_state, make_train_step
@@ -30,12 +27,12 @@ MODELS = [
 ]
 
 SEARCHES = [
-    Options(),
-    Options(beam_size=1),
-    Options(sampling=Sampling(0.5, 5, 0.9)),
-    # No numbers of Python, whose programs would be found for them.
-    Options(length_penalty=np.float64(0.7)),
-    Options(sampling=Sampling(np.float64(0.4), 5, np.float64(0.8))),
+    {},
+    {"beam_size": 1},
+    {"sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.9},
+    # Numbers of numpy become Python's, or they would make all results float64.
+    {"length_penalty": np.float64(0.7)},
+    {"sample": True, "temperature": np.float64(0.4), "top_p": np.float64(0.8)},
 ]
 
 
@@ -83,30 +80,19 @@ def test_a_training_step_keeps_every_type(settings):
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
-@pytest.mark.parametrize("options", SEARCHES)
-def test_a_search_can_be_traced(options, prefix):
-    config = ModelConfig(90, num_layers=1, d_model=8, d_ff=8, num_heads=2)
-    model = Transformer(config)
-    integers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    shape = PoolShape(4, 4, width=40, capacity=49, steps=90, prefix=prefix)
-    rules = {"rules": options, "shape": shape}
-    newcomers = Newcomers(
-        integers(()),
-        integers((4, 40)),
-        integers((4,)),
-        integers((4,)),
-        jax.ShapeDtypeStruct((4, 2), jnp.uint32),
-        integers((4, prefix)) if prefix else None,
-    )
-    params, begin_here = [shapes_of(model)], partial(begin, [model], **rules)
-    pool = jax.eval_shape(partial(empty_pool, begin=begin_here, shape=shape), params, newcomers)
-    after, report = jax.eval_shape(
-        partial(run, [model], begin=begin_here, **rules), params, pool, newcomers, integers(())
-    )
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), pool
-    )
-    assert dtypes(report) == {"float32", "int32", "bool"}
+@pytest.mark.parametrize("settings", SEARCHES)
+def test_a_search_can_be_traced(settings, prefix):
+    model = Transformer(ModelConfig(90, num_layers=1, d_model=8, d_ff=8, num_heads=2))
+    settings = SearchConfig(**settings)
+    arrays = {
+        "source": jax.ShapeDtypeStruct((4, 40), jnp.int32),
+        "max_length": jax.ShapeDtypeStruct((4,), jnp.int32),
+        "line": jax.ShapeDtypeStruct((4,), jnp.int32),
+        "prefix": jax.ShapeDtypeStruct((4, prefix), jnp.int32) if prefix else None,
+        "seed": jax.ShapeDtypeStruct((4, 2), jnp.uint32) if settings.sample else None,
+    }
+    search = partial(_search, model, settings, 90, 49, 1, True)
+    assert dtypes(jax.eval_shape(search, shapes_of(model), arrays)) == {"float32", "int32", "bool"}
 
 
 PROGRAM = """

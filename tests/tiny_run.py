@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flaxformer_min
-from flaxformer_min.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
@@ -38,7 +38,7 @@ def make_tiny_run(
     separate: bool = False,
     continues: bool = False,
     data: DataConfig | None = None,
-    decoding: DecodingConfig | None = None,
+    decoding: SearchConfig | None = None,
     **settings,
 ) -> Path:
     """Make the run and return its folder.
@@ -65,7 +65,7 @@ def make_tiny_run(
         data=data or DataConfig(languages="en-ko"),
         model=model,
         training=TrainingConfig(save_every=1),
-        decoding=decoding or DecodingConfig(beam_size=2, max_extra_tokens=4, batch_size=8),
+        decoding=decoding or SearchConfig(beam_size=2, max_extra_tokens=4, batch_size=8),
     )
 
     def make_tokenizers(paths):
@@ -92,7 +92,7 @@ TAGGED = [">>deu<< the red house", ">>fra<< nine doors", "the >>deu<< house", ">
 
 def make_imported_run(folder: Path) -> Path:
     """Make a run of an imported model that has >>deu<< in place of its tokenizers' piece ▁h."""
-    decoding = DecodingConfig(beam_size=1, max_extra_tokens=4)
+    decoding = SearchConfig(beam_size=1, max_extra_tokens=4)
     run = make_tiny_run(folder / "tiny", positional_encoding="halves", decoding=decoding)
     flaxformer_min.export(run, folder / "marian", format="marian")
     path = folder / "marian" / "vocab.json"

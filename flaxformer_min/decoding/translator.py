@@ -285,7 +285,7 @@ class Translator:
             one_sentence_per_row(jnp.array([ids], jnp.int32)) for ids in (source_ids, target_ids)
         ]
         check_sows(self.models[0])
-        _, state = self._attend({"params": self.runner.params[0]}, Batch(*both))
+        _, state = self._attend({"params": self.runner.params}, Batch(*both))
         stack = partial(weights_of_layers, state.get("intermediates", {}))
         predicted = self.target_tokenizer.pieces(target_ids)
         return Attention(

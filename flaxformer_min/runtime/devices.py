@@ -1,7 +1,6 @@
 """Devices, and the cache of compiled programs."""
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,13 +12,6 @@ import numpy as np
 
 MOST_CPU_DEVICES = 8
 """Each device has its own copy of the parameters in training, and its own batch in decoding."""
-
-CACHES_OF_A_CORE = Path("/sys/devices/system/cpu/cpu0/cache")
-"""Where Linux describes the caches of a CPU core, a folder for each."""
-
-CPU_INFO = Path("/proc/cpuinfo")
-"""Where Linux lists what the CPU can do."""
-
 
 def cpu_cores() -> int:
     """Return the number of CPU cores to compute on, up to eight."""
@@ -41,26 +33,6 @@ def configure_cpu_devices(rows: int = 0) -> None:
     devices = next(n for n in range(cpu_cores(), 0, -1) if rows % n == 0)
     with contextlib.suppress(RuntimeError):  # jax is initialized already
         jax.config.update("jax_num_cpu_devices", devices)
-
-
-@functools.cache
-def l2_cache_size() -> int | None:
-    """Return the bytes of a CPU core's level 2 cache; None where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError):
-        for cache in CACHES_OF_A_CORE.glob("index*"):
-            if (cache / "level").read_text().strip() == "2":
-                return int((cache / "size").read_text().strip().removesuffix("K")) << 10
-    return None
-
-
-@functools.cache
-def has_bfloat16_units() -> bool:
-    """Return whether this machine's CPU has units for products of bfloat16; Linux on x86 tells."""
-    with contextlib.suppress(OSError):
-        for line in CPU_INFO.read_text(errors="replace").splitlines():
-            if line.startswith("flags"):
-                return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
-    return False
 
 
 def same_on(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
