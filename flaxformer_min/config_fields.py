@@ -1,7 +1,6 @@
 """Validation of dataclass fields: their types and ranges."""
 
 import dataclasses
-import json
 import math
 import numbers
 import types
@@ -114,20 +113,6 @@ def _type_rule(hint: Any) -> str:
         return f"a list, each {_type_rule(get_args(hint)[0])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, "none")
-
-
-def renamed(
-    content: dict[str, Any], names: dict[str, str], values: dict[str, dict[str, str]]
-) -> dict[str, Any]:
-    """Return settings read from JSON with former names replaced, and then former values.
-
-    >>> renamed({"old": True}, {"old": "new"}, {"new": {"true": "full"}})
-    {'new': 'full'}
-    """
-    content = {names.get(name, name): value for name, value in content.items()}
-    return {
-        name: values.get(name, {}).get(json.dumps(value), value) for name, value in content.items()
-    }
 
 
 def fixed_settings(group: str, config: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ MOVED = {
 
 API = {
     "Train": "train TrainResult RunFolder",
+    "One step": "TrainState init_state make_train_step make_eval_step shard_batch cross_entropy",
     "Settings": "Config DataConfig ModelConfig TrainingConfig DecodingConfig",
     "Translate": "Translator Sampling",
     "Tokens": "Tokens Batch one_sentence_per_row shift_right",
@@ -42,9 +43,7 @@ API = {
 """The public names by subject, in the order of the navigation."""
 
 BENEATH = {
-    "A loop of your own": "training.step.TrainState training.step.init_state "
-    "training.step.make_train_step data.batches.shard_batch training.schedule.learning_rate "
-    "training.optimizer.make_optimizer training.loss.smoothed_cross_entropy",
+    "A loop of your own": "training.schedule.learning_rate training.optimizer.make_optimizer",
     "Search and scores": "decoding.job.Options decoding.results.Translation "
     "decoding.results.PairScore decoding.results.Attention evaluation.Evaluation",
     "Figures": "plots.figures.attention_figure plots.figures.curves_figure "

@@ -60,15 +60,23 @@ def report_first_step(train_step: Callable, watch: Stopwatch) -> Callable:
     return step
 
 
-def report_start(folder: Any, config: ModelConfig, state: TrainState, epoch: EpochBatches) -> None:
-    """Report devices, sizes of model, batch and epoch, and better row lengths if there are any."""
+def report_start(
+    folder: Any, config: ModelConfig, state: TrainState, epoch: EpochBatches | None
+) -> None:
+    """Report devices, sizes of model, batch and epoch, and better row lengths if there are any.
+
+    Without an epoch, as of batches that the caller makes, report devices and model alone.
+    """
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    text = f"{describe_devices()}; run folder {folder}\n{parameters / 1e6:.1f} M parameters"
+    text += f", vocabulary {config.vocab_size:,}"
+    if epoch is None:
+        LOGGER.info(text)
+        return
     sides = epoch.encoded.source, epoch.encoded.target
     tokens = [side.lengths.sum() / len(epoch) for side in sides]
     LOGGER.info(
-        f"{describe_devices()}; run folder {folder}\n"
-        f"{parameters / 1e6:.1f} M parameters, vocabulary {config.vocab_size:,}; "
-        f"a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
+        f"{text}; a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
         f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
     )
     even = epoch.even_row_lengths()
