@@ -16,6 +16,7 @@ from benchmarks.crash import write_corpus
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.experiment import run, validation
 from flaxformer_min.experiment.run import TrainResult, train
+from flaxformer_min.training.profile import Profile
 
 WITHOUT_EFFECT_ON_A_STEP = dict(
     init_from="",
@@ -63,21 +64,21 @@ def write_config(folder: Path, **settings) -> str:
 @contextlib.contextmanager
 def watched_steps(before: Callable = lambda state: None, after: Callable = lambda state: None):
     """Call these with the state before and after each training step."""
-    report_first_step = run.report_first_step
+    wrap = Profile.wrap
 
-    def watched(train_step, watch):
-        reported = report_first_step(train_step, watch)
+    def watched(profile, train_step):
+        profiled = wrap(profile, train_step)
 
         def take(state, batch):
             before(state)
-            result = reported(state, batch)
+            result = profiled(state, batch)
             after(result[0])
             return result
 
         return take
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "report_first_step", watched)
+        patch.setattr(Profile, "wrap", watched)
         yield
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batches import EpochBatches
 from flaxformer_min.runtime.devices import describe_devices
+from flaxformer_min.training.loop import OnStep
 from flaxformer_min.training.step import TrainState
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -43,21 +44,20 @@ class Stopwatch:
         return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())
 
 
-def report_first_step(train_step: Callable, watch: Stopwatch) -> Callable:
-    """Return the same step; the first one is waited for and reported, with the time since start."""
-    waiting = True
+def reporting_first_step(on_step: OnStep | None, watch: Stopwatch) -> OnStep:
+    """Return `on_step`, which reports the time of the first step since the start, too."""
+    is_first = True
 
-    def step(state: TrainState, batch: Any) -> Any:
-        nonlocal waiting
-        result = train_step(state, batch)
-        if waiting:
-            waiting = False
-            jax.block_until_ready(result)
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
             seconds = time.perf_counter() - watch.started
             LOGGER.info("The first step is done %.1f s after the start.", seconds)
-        return result
+        if on_step is not None:
+            on_step(step, metrics)
 
-    return step
+    return report
 
 
 def report_start(

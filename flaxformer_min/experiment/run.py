@@ -26,8 +26,8 @@ from flaxformer_min.experiment.prepare import Prepared, open_split, prepare
 from flaxformer_min.experiment.report import (
     MEMORY_ADVICE,
     Stopwatch,
-    report_first_step,
     report_start,
+    reporting_first_step,
 )
 from flaxformer_min.experiment.state import init_from, restore, training_identity
 from flaxformer_min.experiment.validation import (
@@ -293,6 +293,7 @@ class Job:
         self, state: TrainState, train_step: Callable, batches: BatchIterator, validate: Validator
     ) -> Trainer:
         run, training = self.run, self.config.training
+        parts = self.parts if is_main_process() else Parts()
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
             identity = training_identity(run, self.config)
             check_identity(run.checkpoints, identity)
@@ -306,7 +307,7 @@ class Job:
             with contextlib.closing(log), profile:
                 trainer = Trainer(
                     state,
-                    profile.wrap(report_first_step(train_step, self.watch)),
+                    profile.wrap(train_step),
                     batches,
                     self._shard,
                     training,
@@ -316,8 +317,8 @@ class Job:
                     self.poll,
                     progress,
                     identity,
-                    on_step=self.parts.on_step if is_main_process() else None,
-                    on_validation=self.parts.on_validation if is_main_process() else None,
+                    on_step=reporting_first_step(parts.on_step, self.watch),
+                    on_validation=parts.on_validation,
                 )
                 trainer.run()
         return trainer
