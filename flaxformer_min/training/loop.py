@@ -26,11 +26,11 @@ Validate = Callable[[Any, int], Mapping[str, float] | None]
 
 
 OnStep = Callable[[int, Mapping[str, float]], Any]
-"""Called with the number and the metrics of a step, or with those of a validation."""
+"""Called with a step's number and its metrics, or with the scores of the validation after it."""
 
 
 class BatchIterator(Protocol):
-    """An endless iterator of batches whose position can be saved, as those of grain are."""
+    """An endless iterator of batches whose position can be saved, with grain's method names."""
 
     def __next__(self) -> Batch:
         """Return the next batch."""

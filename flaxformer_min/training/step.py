@@ -206,8 +206,8 @@ def make_train_step(
     devices:    to compile for; None: all devices of jax. They need not be attached: see
                 docs/accelerators.md.
 
-    `jax.pmap` is in maintenance mode, but not deprecated: it is `jit(shard_map)` underneath, and
-    says in one line what data parallelism is. A test runs the same step under `jax.shard_map`.
+    `jax.pmap` is in maintenance mode, but not deprecated, and states data parallelism in one line.
+    It is `jit(shard_map)` underneath: a test gets the same bits from `jax.shard_map` directly.
     """
     training = config.training
     rates = {} if optimizer else {"learning_rate": learning_rate(config.model.d_model, training)}
