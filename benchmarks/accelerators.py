@@ -267,7 +267,7 @@ def train(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     """Lower the training step."""
     from flaxformer_min.training.step import make_train_step
 
-    model, state = model_and_state(config, devices)
+    model, state = model_and_state(config)
     return make_train_step(model, config, devices=devices).lower(state, batch(config, devices))
 
 
@@ -275,18 +275,18 @@ def evaluate(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     """Lower the evaluation step."""
     from flaxformer_min.training.step import make_eval_step
 
-    model, state = model_and_state(config, devices)
+    model, state = model_and_state(config)
     return make_eval_step(model, devices).lower(state.params, batch(config, devices))
 
 
 def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     """Lower the search in a pool: admitting sentences, and the loop over their tokens."""
     import jax
-
     from flaxformer_min.decoding.pool import Newcomers, begin, empty_pool
     from flaxformer_min.decoding.programs import run
-    from flaxformer_min.decoding.search import Rules
     from flaxformer_min.decoding.shapes import pool_shape
+
+    from flaxformer_min.decoding.search import Rules
     from flaxformer_min.model.target import compiling_for
     from flaxformer_min.runtime.devices import on_each_device
 
@@ -319,7 +319,7 @@ def suited_model(config: Any, devices: list[Any]) -> tuple[Any, Any]:
 
     from flaxformer_min.decoding.models import suited_to_device
 
-    model, state = model_and_state(config, devices)
+    model, state = model_and_state(config)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
     model, params = suited_to_device(model, zeros)
     return model, jax.eval_shape(lambda: params)
@@ -347,15 +347,15 @@ def search_figures(
     }
 
 
-def model_and_state(config: Any, devices: list[Any]) -> tuple[Any, Any]:
+def model_and_state(config: Any) -> tuple[Any, Any]:
     """Return the model, and the shapes of a state of training."""
     import jax
 
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.training.step import initial_state
 
-    model, number = Transformer(config.model), len(devices)
-    start = partial(initial_state, model, config, devices=number, local=number)
+    model = Transformer(config.model)
+    start = partial(initial_state, model, config)
     return model, jax.eval_shape(start, jax.ShapeDtypeStruct((), np.uint32))
 
 

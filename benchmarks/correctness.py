@@ -105,10 +105,10 @@ def losses(size: str, steps: int, dtype: str) -> np.ndarray:
 def translations(size: str) -> np.ndarray:
     """Return the greedy translations of random sources by a model with random parameters."""
     import jax
-
-    from flaxformer_min.config import ModelConfig
     from flaxformer_min.decoding.batching import BatchRunner
     from flaxformer_min.decoding.job import Options
+
+    from flaxformer_min.config import ModelConfig
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.tokens import Batch, one_sentence_per_row
 

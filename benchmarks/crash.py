@@ -158,7 +158,7 @@ def _being_written(workdir: Path) -> set[tuple[str, int]]:
     return found
 
 
-def newest(workdir: Path) -> tuple[int, dict[str, Any], dict] | None:
+def newest(workdir: Path, optimizer: Any = None) -> tuple[int, dict[str, Any], dict] | None:
     """Return step, state and description of the newest checkpoint, or None if there is none.
 
     It is read from a copy. Raises ValueError if it is damaged, whether or not an older one is.
@@ -166,7 +166,7 @@ def newest(workdir: Path) -> tuple[int, dict[str, Any], dict] | None:
     run = RunFolder(workdir)
     if not run.checkpoints.exists():
         return None
-    like = _like(Config(model=run.model_config(), training=run.config().training))
+    like = _like(Config(model=run.model_config(), training=run.config().training), optimizer)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(shutil.copytree(run.checkpoints, Path(scratch, "checkpoints")))
         steps = steps_of(copy)
@@ -178,17 +178,21 @@ def newest(workdir: Path) -> tuple[int, dict[str, Any], dict] | None:
 
 
 @functools.cache
-def _like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    content = jax.eval_shape(lambda: init_state(Transformer(config.model), config).to_dict())
+def _like(config: Config, optimizer: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    content = jax.eval_shape(
+        lambda: init_state(Transformer(config.model), config, optimizer).to_dict()
+    )
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), content
     )
 
 
-def differences(one: Path, other: Path) -> list[str]:
+def differences(one: Path, other: Path, optimizer: Any = None) -> list[str]:
     """Return how two runs differ, bit for bit, apart from metrics of the clock."""
-    (step, state, meta), (other_step, other_state, other_meta) = newest(one), newest(other)
+    (step, state, meta), (other_step, other_state, other_meta) = (
+        newest(run, optimizer) for run in (one, other)
+    )
     found = [] if step == other_step else [f"the newest step: {step} and {other_step}"]
     leaves, other_leaves = (_arrays(tree) for tree in (state, other_state))
     for name in sorted(leaves | other_leaves):

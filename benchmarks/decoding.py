@@ -176,9 +176,10 @@ def ours(
 
     configure_cpu_devices()  # as the command line does
 
-    from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.batching import BatchRunner
     from flaxformer_min.decoding.job import Job
+
+    from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.models import suited_to_device
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD

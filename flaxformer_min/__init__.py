@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         SearchConfig,
         TrainingConfig,
     )
+    from flaxformer_min.data.batches import shard_batch
     from flaxformer_min.decoding.search import Hypotheses, search
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.experiment.run import TrainResult, train
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.runs.folder import RunFolder
     from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row, shift_right
+    from flaxformer_min.training.loss import cross_entropy
+    from flaxformer_min.training.step import (
+        TrainState,
+        init_state,
+        make_eval_step,
+        make_train_step,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,19 +58,25 @@ _MODULE_OF = {
     "SearchConfig": "config",
     "Tokens": "tokens",
     "TrainResult": "experiment.run",
+    "TrainState": "training.step",
     "TrainingConfig": "config",
     "Transformer": "model.transformer",
     "Translator": "decoding.translator",
     "attention_weights": "model.attention",
     "batched_scaled_dot_product_attention": "model.attention",
+    "cross_entropy": "training.loss",
     "export": "interop",
     "import_model": "interop",
+    "init_state": "training.step",
     "look_ahead_mask": "model.masks",
+    "make_eval_step": "training.step",
+    "make_train_step": "training.step",
     "one_sentence_per_row": "tokens",
     "padding_mask": "model.masks",
     "scaled_dot_product_attention": "model.attention",
     "search": "decoding.search",
     "segment_mask": "model.masks",
+    "shard_batch": "data.batches",
     "shift_right": "tokens",
     "sinusoidal_encoding": "model.positions",
     "train": "experiment.run",
@@ -86,19 +100,25 @@ __all__ = [
     "SearchConfig",
     "Tokens",
     "TrainResult",
+    "TrainState",
     "TrainingConfig",
     "Transformer",
     "Translator",
     "attention_weights",
     "batched_scaled_dot_product_attention",
+    "cross_entropy",
     "export",
     "import_model",
+    "init_state",
     "look_ahead_mask",
+    "make_eval_step",
+    "make_train_step",
     "one_sentence_per_row",
     "padding_mask",
     "scaled_dot_product_attention",
     "search",
     "segment_mask",
+    "shard_batch",
     "shift_right",
     "sinusoidal_encoding",
     "train",

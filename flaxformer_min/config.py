@@ -9,15 +9,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_min.config_fields import check_fields, check_groups, check_known, renamed, setting
+from flaxformer_min.config_fields import check_fields, check_groups, read_groups, setting
 from flaxformer_min.languages import check_languages
 
 FORMAT_VERSION = 1
 """Version of the run folder's format: config.json, the names of parameters and the other files."""
-
-RENAMED = {"training": {"begin_from": "init_from"}}
-FORMER_VALUES = {"model": {"remat": {"false": "none", "true": "full"}}}
-"""What a config.json of an earlier version may contain, by group: names, and values as JSON."""
 
 DROPOUTS = ("dropout", "attention_dropout", "feed_forward_dropout")
 """The settings of a model that only matter in training."""
@@ -198,6 +194,10 @@ class TrainingConfig:
     steps: int = setting(100_000, at_least=1, less_than=2**31, may_change=True)
     """Number of updates of the parameters."""
 
+    optimizer: Literal["adam", "muon", "schedule_free"] = setting("adam")
+    """Adam (the paper); Muon for the kernels of layers, Adam for the rest (Jordan et al. 2024); or
+    schedule-free Adam, which averages the parameters at a constant rate (Defazio et al. 2024)."""
+
     warmup_steps: int = setting(4_000, at_least=1)
     """Steps over which the learning rate increases (equation 3)."""
 
@@ -269,13 +269,16 @@ class TrainingConfig:
     max_skipped: int = setting(20, at_least=1, may_change=True)
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
-    debug_nans: bool = setting(False, may_change=True)
-    """Stop at the first step whose loss or gradient is not finite, and name the operation that
-    produced the NaN or infinity."""
-
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "training")
+        averages = not self.cooldown_steps and not self.ema_decay and self.adam_b1
+        if self.optimizer == "schedule_free" and not averages:
+            raise ValueError(
+                "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1"
+                " above 0, because it averages at a constant rate with this weight; got "
+                f"{self.cooldown_steps}, {self.ema_decay} and {self.adam_b1}."
+            )
         if self.best_by == "bleu" and not self.validation_sentences:
             raise ValueError(
                 "training.best_by='bleu' needs translations to compare; got "
@@ -291,12 +294,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """The search for a translation (section 6.1): of a run, of `search`, of each command.
-
-    >>> SearchConfig(beam_size=2, n_best=3)
-    Traceback (most recent call last):
-    ValueError: n_best must be at most beam_size, the number of hypotheses; got 3 and 2.
-    """
+    """The search for a translation (section 6.1): of a run, of `search`, of each command."""
 
     beam_size: int = setting(4, at_least=1, less_than=2**30, may_change=True)
     """Hypotheses per sentence; 1 is greedy decoding."""
@@ -311,9 +309,8 @@ class SearchConfig:
     """Fewest tokens of a translation, EOS not counted, if max_extra_tokens allows so many."""
 
     early_stopping: bool = setting(True, may_change=True)
-    """Once beam_size hypotheses have finished, continue an unfinished one only if its score so far
-    is above the best finished score (the Nth best with n_best N). Off: as long as it can still rise
-    above it (exact search)."""
+    """Once beam_size hypotheses have finished, continue an unfinished one only if its score is above
+    the worst of the n_best finished ones. Off: as long as it can rise above it (exact search)."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, which some imported models require. PAD, UNK and
@@ -338,7 +335,7 @@ class SearchConfig:
     """Random seed of samples; each line draws its own."""
 
     batch_size: int | None = setting(None, at_least=1, may_change=True)
-    """Most sentences at once on each device. None: up to 64 on a CPU, 256 on an accelerator."""
+    """Most sentences at once on each device. None: up to 32 on a CPU, 256 on an accelerator."""
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""
@@ -353,17 +350,20 @@ class SearchConfig:
             if not self.sample and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name} is for samples; got {value} without sample=True.")
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError unless the settings fit a target vocabulary of this size."""
+        if (largest := max(self.suppressed, default=0)) >= size:
+            raise ValueError(f"decoding.suppressed must be ids below {size:,}; got {largest:,}.")
+        if not self.sample and self.beam_size > size:
+            raise ValueError(
+                f"decoding.beam_size must not exceed the vocabulary of {size:,}, the number of "
+                f"continuations; got {self.beam_size:,}."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a run.
-
-    >>> config = Config(model=ModelConfig(d_model=128, num_heads=4))
-    >>> config.model.d_ff, config.training.warmup_steps
-    (2048, 4000)
-    >>> Config.from_json(config.to_json()) == config
-    True
-    """
+    """All settings of a run."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -373,16 +373,7 @@ class Config:
     def __post_init__(self):
         """Validate combinations of settings of several groups."""
         check_groups(self)
-        if self.decoding.beam_size > self.model.vocab_size:
-            raise ValueError(
-                "decoding.beam_size must not exceed model.vocab_size, the number of continuations; "
-                f"got {self.decoding.beam_size} and {self.model.vocab_size}."
-            )
-        if (largest := max(self.decoding.suppressed, default=0)) >= self.model.vocab_size:
-            raise ValueError(
-                "decoding.suppressed must be ids of the target vocabulary, below "
-                f"{self.model.vocab_size}; got {largest}."
-            )
+        self.decoding.check_vocabulary(self.model.vocab_size)
         longest = max(self.data.source_row_length, self.data.target_row_length)
         if self.model.max_positions not in (0, longest):
             raise ValueError(
@@ -404,33 +395,5 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str, where: str | Path = "config.json") -> "Config":
-        """Return the config that `to_json` wrote; missing settings get their defaults.
-
-        `where` names the file in errors. Raises ValueError for broken JSON, a newer format, an
-        unknown setting or an invalid value.
-        """
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} must be JSON; {error}. Restore it from a backup.") from error
-        if not isinstance(content, dict) or type(content.get("format_version")) is not int:
-            raise ValueError(
-                f"{where} must have a format_version; it is not a flaxformer_min config."
-            )
-        version = content.pop("format_version")
-        if version > FORMAT_VERSION:
-            raise ValueError(
-                f"{where} has format {version}; this flaxformer_min reads formats up to "
-                f"{FORMAT_VERSION}. Install a newer flaxformer_min."
-            )
-        groups = {field.name: field.type for field in dataclasses.fields(cls)}
-        check_known(where, content, groups)
-        for name, value in content.items():
-            if not isinstance(value, dict):
-                raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
-            content[name] = renamed(value, RENAMED.get(name, {}), FORMER_VALUES.get(name, {}))
-            check_known(f"{where}, {name}", content[name], groups[name].__dataclass_fields__)
-        try:
-            return cls(**{name: groups[name](**value) for name, value in content.items()})
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        """Return the config that `to_json` wrote; `where` names the file in errors."""
+        return read_groups(cls, text, where, FORMAT_VERSION)

@@ -28,7 +28,37 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_known(where: str | Path, given: dict, known: dict) -> None:
+def read_groups(cls: type, text: str, where: str | Path, newest: int) -> Any:
+    """Return the config of groups of settings that JSON holds; missing ones get their defaults.
+
+    Raises ValueError, naming the file `where`, for broken JSON, a format that is newer than
+    `newest`, an unknown setting or an invalid value.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be JSON; {error}. Restore it from a backup.") from error
+    if not isinstance(content, dict) or type(content.get("format_version")) is not int:
+        raise ValueError(f"{where} must have a format_version; it is not a flaxformer_min config.")
+    version = content.pop("format_version")
+    if version > newest:
+        raise ValueError(
+            f"{where} has format {version}; this flaxformer_min reads formats up to {newest}. "
+            "Install a newer flaxformer_min."
+        )
+    groups = {field.name: field.type for field in dataclasses.fields(cls)}
+    _check_known(where, content, groups)
+    for name, value in content.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: {name} must be a group of settings; got {value!r}.")
+        _check_known(f"{where}, {name}", value, groups[name].__dataclass_fields__)
+    try:
+        return cls(**{name: groups[name](**value) for name, value in content.items()})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_known(where: str | Path, given: dict, known: dict) -> None:
     """Raise ValueError if a name in `given` is not in `known`; `where` names the file."""
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -128,20 +158,6 @@ def _type_rule(hint: Any) -> str:
         return f"a list, each {_type_rule(get_args(hint)[0])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, "none")
-
-
-def renamed(
-    content: dict[str, Any], names: dict[str, str], values: dict[str, dict[str, str]]
-) -> dict[str, Any]:
-    """Return settings read from JSON with former names replaced, and then former values.
-
-    >>> renamed({"old": True}, {"old": "new"}, {"new": {"true": "full"}})
-    {'new': 'full'}
-    """
-    content = {names.get(name, name): value for name, value in content.items()}
-    return {
-        name: values.get(name, {}).get(json.dumps(value), value) for name, value in content.items()
-    }
 
 
 def fixed_settings(group: str, config: Any) -> dict[str, Any]:

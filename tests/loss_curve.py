@@ -23,7 +23,6 @@ from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runtime.devices import replicate
 from flaxformer_min.tokens import Batch, Tokens
-from flaxformer_min.training.shares import divide
 from flaxformer_min.training.step import TrainState, init_state, make_train_step
 
 MODEL = ModelConfig(vocab_size=20, num_layers=1, d_model=16, d_ff=32, num_heads=2)
@@ -42,9 +41,8 @@ def uneven_batch(rng):
 
 @functools.cache
 def initial_state() -> TrainState:
-    """In host memory, because a step donates its buffers; whole, and the key as its numbers."""
+    """In host memory, because a step donates its buffers; the key as its numbers."""
     state = init_state(Transformer(MODEL), Config(model=MODEL))
-    state = TrainState(**state.to_dict())
     return jax.device_get(state._replace(key=jax.random.key_data(state.key)))
 
 
@@ -56,10 +54,7 @@ def loss_curve(devices: int, accumulation: int, steps: int) -> dict:
     )
     config = Config(model=MODEL, training=training)
     state = replicate(initial_state(), jax.local_devices()[:devices])
-    state = state._replace(
-        opt_state=divide(state.opt_state, state.params, devices),
-        key=jax.random.wrap_key_data(state.key),
-    )
+    state = state._replace(key=jax.random.wrap_key_data(state.key))
     step = make_train_step(Transformer(MODEL), config)
     rng = np.random.default_rng(0)
     batches = [shard_batch(uneven_batch(rng), devices, accumulation) for _ in range(4)]

@@ -264,8 +264,7 @@ SETTINGS = [
     (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
     (SearchConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
     (Config, dict(model=ModelConfig(vocab_size=4), decoding=SearchConfig(beam_size=5)),
-     "decoding.beam_size must not exceed model.vocab_size, the number of continuations; got 5 and "
-     "4."),
+     "decoding.beam_size must not exceed the vocabulary of 4, the number of continuations; got 5."),
 ]  # fmt: skip
 
 

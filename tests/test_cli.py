@@ -255,7 +255,10 @@ ERRORS = [
     ("translate {run} --length-penalty -1", "--length-penalty: must be a number from 0 to 10"),
     ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
     ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* from 1 to 100,000"),
-    ("translate {run} --min-length -1", "--min-length: must be a whole number from 0 to 1,073,741,823"),
+    (
+        "translate {run} --min-length -1",
+        "--min-length: must be a whole number from 0 to",
+    ),
     ("translate {run} --n-best 3", "n_best must be at most beam_size, .* got 3 and 2"),
     ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
     ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),

@@ -41,6 +41,7 @@ def other(field):
     named = {"corpus": "text:here", "languages": "en-de", "clip_norm": 1.0}
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
     named["output_bias"] = False  # for only tied logits have it: see `BIASED`
+    named["optimizer"] = "muon"  # for schedule-free Adam excludes other settings
     named["suppressed"] = (4, 7)
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
@@ -94,19 +95,6 @@ def test_settings_that_a_file_does_not_name_get_their_default():
     """An older run folder is read by a newer library."""
     text = '{"format_version": 1, "model": {"d_ff": 64}}'
     assert Config.from_json(text) == Config(model=ModelConfig(d_ff=64))
-
-
-def test_a_setting_under_its_former_name_is_read():
-    """A run folder that was made before `begin_from` was called `init_from`."""
-    text = '{"format_version": 1, "training": {"begin_from": "runs/a", "seed": 3}}'
-    assert Config.from_json(text) == Config(training=TrainingConfig(init_from="runs/a", seed=3))
-
-
-@pytest.mark.parametrize("former, now", [("false", "none"), ("true", "full")])
-def test_a_former_value_of_a_setting_is_read(former, now):
-    """A run folder that was made when `remat` was a switch."""
-    text = f'{{"format_version": 1, "model": {{"remat": {former}, "d_ff": 64}}}}'
-    assert Config.from_json(text) == Config(model=ModelConfig(d_ff=64, remat=now))
 
 
 REFUSED = [  # and the table of test_bad_input.py
@@ -232,6 +220,12 @@ REFUSED = [  # and the table of test_bad_input.py
         SearchConfig,
         dict(suppressed=(9, 3)),
         "decoding.suppressed must be at least 4; got (9, 3).",
+    ),
+    (
+        TrainingConfig,
+        dict(optimizer="schedule_free", ema_decay=0.9),
+        "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1 above "
+        "0, because it averages at a constant rate with this weight; got 0, 0.9 and 0.9.",
     ),
     (
         DataConfig,
@@ -362,14 +356,15 @@ model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.max_positions model.embeddings model.architecture
 model.activation model.norm_epsilon model.output_bias
-training.warmup_steps training.learning_rate_scale training.adam_b1 training.adam_b2
-training.adam_epsilon training.label_smoothing training.gradient_accumulation training.clip_norm
-training.seed training.r_drop training.ema_decay training.best_by training.init_from
+training.optimizer training.warmup_steps training.learning_rate_scale training.adam_b1
+training.adam_b2 training.adam_epsilon training.label_smoothing training.gradient_accumulation
+training.clip_norm training.seed training.r_drop training.ema_decay training.best_by
+training.init_from
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype model.attention
 model.remat
-training.steps training.log_every training.validate_every training.save_every training.debug_nans
+training.steps training.log_every training.validate_every training.save_every
 training.cooldown_steps training.average_checkpoints training.validation_sentences
 training.keep_checkpoints training.patience training.max_skipped
 decoding.beam_size decoding.length_penalty decoding.max_extra_tokens decoding.early_stopping

@@ -447,6 +447,8 @@ def test_pairs_that_are_none_are_refused_by_name_before_training(tmp_path, pairs
         ({"model": "base"}, r"an instance of a Linen module, .* got str\.$"),
         ({"stop": True}, r"stop must be a function or None; got True\.$"),
         ({"token_loss": 0.1}, r"token_loss must be a function or None; got 0\.1\.$"),
+        ({"on_step": "log"}, r"on_step must be a function or None; got 'log'\.$"),
+        ({"optimizer": 0.1}, r"must be an optax.GradientTransformation, .*; got 0\.1\.$"),
         ({"profile": "5"}, r"profile must be a number of steps, at least 0; got '5'\.$"),
         ({"profile": -1}, r"profile must be a number of steps, at least 0; got -1\.$"),
     ],
@@ -548,18 +550,6 @@ def test_pairs_of_a_corpus_bring_their_languages(languages, expected):
     assert config.data.languages == expected
     own = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, languages="de-fr"))
     assert open_text(own, {**PAIRS, "train": pairs})[0].data.languages == "de-fr"
-
-
-def test_a_run_of_pairs_that_recorded_no_languages_goes_on_without(tmp_path):
-    """As those of earlier versions did not; its BLEU stays comparable."""
-    run = RunFolder(tmp_path / "run")
-    assert prepare(run, CONFIG, PAIRS).config.data.languages == ""
-    pairs = as_pairs(PAIRS["train"], "pairs")
-    pairs.languages = ("en", "ko")
-    (run.checkpoints / "3").mkdir(parents=True)  # from now on its settings are fixed
-    assert prepare(run, CONFIG, {**PAIRS, "train": pairs}).config.data.languages == ""
-    anew = prepare(RunFolder(tmp_path / "new"), CONFIG, {**PAIRS, "train": pairs})
-    assert anew.config.data.languages == "en-ko"
 
 
 def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_path, caplog):

@@ -28,11 +28,27 @@ def test_the_code_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     check_linear_attention(names)
     check_binary_encoding(names)
     check_focal_loss(names)
+    check_orthogonal(names)
 
 
-def test_a_loop_of_ones_own_takes_at_most_25_lines():
-    loop = next(block for block in BLOCKS if "for _ in range(3)" in block)
-    assert len(lines_of(loop)) <= 25
+RECIPES = {
+    "one step": "for _ in range(3)",
+    "Muon by hand": "orthogonal",
+    "schedule-free": "schedule_free_adamw",
+    "batches": "batches=Drawn",
+    "tracker": "on_validation=log",
+    "loss": "token_loss=focal_loss",
+    "attention": "LinearAttention",
+    "positions": "binary_encoding",
+    "corpus": "class Numbers",
+    "model": "BagOfWords",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_takes_at_most_25_lines(recipe):
+    blocks = [block for block in BLOCKS if RECIPES[recipe] in block]
+    assert blocks and all(len(lines_of(block)) <= 25 for block in blocks)
 
 
 def check_linear_attention(names):
@@ -67,3 +83,11 @@ def check_focal_loss(names):
     logits = jnp.log(jnp.array([0.25, 0.5, 0.25]))
     assert abs(names["focal_loss"](logits, 0) - 0.5625 * np.log(4)) < 1e-6
     assert isinstance(names["metrics"]["loss"], jax.Array)
+
+
+def check_orthogonal(names):
+    """U S Vᵀ becomes nearly U Vᵀ, as large as an update of Adam."""
+    matrix = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
+    u, _, v = np.linalg.svd(matrix, full_matrices=False)
+    found = np.asarray(names["orthogonal"](jnp.asarray(matrix))) / (0.2 * 3)
+    assert np.linalg.norm(found - u @ v, 2) < 0.4

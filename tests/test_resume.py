@@ -27,7 +27,7 @@ from training_jobs import (
 
 from benchmarks.crash import differences, leftovers, newest
 from flaxformer_min.cli.train import main
-from flaxformer_min.experiment import state
+from flaxformer_min.experiment import run as run_module
 from flaxformer_min.experiment.run import train
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import RunFolder
@@ -77,6 +77,10 @@ def log(caplog):
             0,
             id="all that regularises",
             marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(4, (4, 7), {"optimizer": name}, 0, id=name, marks=pytest.mark.slow)
+            for name in ("muon", "schedule_free")
         ),
     ],
 )
@@ -242,8 +246,8 @@ def test_a_finished_run_trains_no_further_and_is_not_saved_again(
         counted.lower = lambda *arguments: compiled.append(step) or step.lower(*arguments)
         return counted
 
-    shared = state.make_train_step
-    monkeypatch.setattr(state, "make_train_step", watched)
+    shared = run_module.make_train_step
+    monkeypatch.setattr(run_module, "make_train_step", watched)
     short = changed(config, "training", steps=2)
     first = train(short, tmp_path / "run")
     before = newest(tmp_path / "run")[2]

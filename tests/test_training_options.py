@@ -22,13 +22,13 @@ from flaxformer_min.data.batches import TrainingBatches, shard_batch
 from flaxformer_min.data.encoding import Ragged, Segmentations, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.experiment import state as state_module
+from flaxformer_min.experiment import run as run_module
 from flaxformer_min.experiment import validation
 from flaxformer_min.experiment.averaging import validate_average
 from flaxformer_min.experiment.run import train
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import Metric, read_description, steps_of
+from flaxformer_min.runs.description import Metric, steps_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 from flaxformer_min.tokens import Batch, one_sentence_per_row
@@ -317,7 +317,7 @@ class EmptyStep:
 @pytest.fixture
 def nothing_is_learned(monkeypatch):
     """Nor compiled: steps are counted, and all parameters are equally good."""
-    monkeypatch.setattr(state_module, "make_train_step", EmptyStep)
+    monkeypatch.setattr(run_module, "make_train_step", EmptyStep)
     ones = Sums(*(jnp.float32(1),) * 4)
     monkeypatch.setattr(validation, "make_eval_step", lambda model: lambda params, batch: ones)
 
@@ -465,29 +465,26 @@ def worse_from_step_to_step(validator, params, step):
 
 
 @pytest.mark.parametrize(
-    "best_by, changes, earlier, counts",
+    "best_by, changes, counts",
     [
-        ("bleu", {}, False, True),
-        ("bleu", {"validation_sentences": 3}, False, False),
-        ("bleu", {"beam_size": 2}, False, False),
-        ("bleu", {"batch_size": 8}, False, True),
-        ("bleu", {"beam_size": 2}, True, True),
-        ("loss", {"validation_sentences": 3, "beam_size": 2}, False, True),
+        ("bleu", {}, True),
+        ("bleu", {"validation_sentences": 3}, False),
+        ("bleu", {"beam_size": 2}, False),
+        ("bleu", {"batch_size": 8}, True),
+        ("loss", {"validation_sentences": 3, "beam_size": 2}, True),
     ],
 )
 @pytest.mark.usefixtures("nothing_is_learned")
 def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
-    tmp_path, monkeypatch, caplog, best_by, changes, earlier, counts
+    tmp_path, monkeypatch, caplog, best_by, changes, counts
 ):
     """Each validation is worse than the one before it: the first that counts is the best, and the
-    second after it is the end. Checkpoints of earlier versions record only the text."""
+    second after it is the end."""
     monkeypatch.setattr(validation.Validator, "__call__", worse_from_step_to_step)
     text = {"train": PAIRS, "validation": PAIRS[:9]}
     shared = {"best_by": best_by, "validate_every": 2, "patience": 2, "save_every": 50}
     config = settings(tmp_path, **{"validation_sentences": 5, **shared, "steps": 4})
     run = train(config, tmp_path / "run", pairs=text).run
-    if earlier:
-        record_the_text_alone(run, config)
     of_search = {name: changes[name] for name in ("beam_size", "batch_size") if name in changes}
     of_training = {name: changes[name] for name in changes if name not in of_search}
     training = dataclasses.replace(config.training, steps=10, **of_training)
@@ -498,15 +495,6 @@ def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
     warning = "the settings of BLEU in validation have changed; former scores do not count."
     assert logged(caplog) == [warning] * (not counts)
     assert (result.step, run.params().step) == ((6, 2) if counts else (10, 6))
-
-
-def record_the_text_alone(run, config):
-    """In the newest checkpoint, as earlier versions did."""
-    progress = read_description(run.checkpoints, 4)["progress"]
-    progress["validation_text"] = progress["validation_text"].split()[0]
-    checkpoints = run.open_checkpoints(config)
-    checkpoints.describe(4, {"progress": progress}, Metric("validation_bleu", 26.0))
-    checkpoints.close()
 
 
 def test_the_best_by_validation_is_saved_even_if_no_save_is_due(tmp_path):

@@ -68,7 +68,7 @@ def test_a_training_step_keeps_every_type(settings):
     )
     config = Config(DataConfig(), model, training)
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    start = partial(initial_state, Transformer(model), config, devices=2, local=2)
+    start = partial(initial_state, Transformer(model), config)
     state = jax.eval_shape(start, seed)
     row = jax.ShapeDtypeStruct((2, 2, 2, 8), jnp.int32)
     batch = Batch(Tokens(row, row, row), Tokens(row, row, row))

@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks.crash import write_corpus
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
-from flaxformer_min.experiment import run, state, validation
+from flaxformer_min.experiment import run, validation
 from flaxformer_min.experiment.run import TrainResult, train
+from flaxformer_min.training.profile import Profile
 
 WITHOUT_EFFECT_ON_A_STEP = dict(
     init_from="",
@@ -28,7 +29,6 @@ WITHOUT_EFFECT_ON_A_STEP = dict(
     best_by="loss",
     patience=None,
     max_skipped=1,
-    debug_nans=False,
 )
 
 
@@ -64,21 +64,21 @@ def write_config(folder: Path, **settings) -> str:
 @contextlib.contextmanager
 def watched_steps(before: Callable = lambda state: None, after: Callable = lambda state: None):
     """Call these with the state before and after each training step."""
-    report_first_step = run.report_first_step
+    wrap = Profile.wrap
 
-    def watched(train_step, watch):
-        reported = report_first_step(train_step, watch)
+    def watched(profile, train_step):
+        profiled = wrap(profile, train_step)
 
         def take(state, batch):
             before(state)
-            result = reported(state, batch)
+            result = profiled(state, batch)
             after(result[0])
             return result
 
         return take
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "report_first_step", watched)
+        patch.setattr(Profile, "wrap", watched)
         yield
 
 
@@ -116,23 +116,23 @@ def logged_messages(level: int = logging.INFO) -> Iterator[list[str]]:
 def shared_programs() -> Iterator[None]:
     """Trace each program once for all jobs that need the same: it takes longer than their steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "make_train_step", _shared_train_step)
-        patch.setattr(state, "init_state", _shared_initial_state)
+        patch.setattr(run, "make_train_step", _shared_train_step)
+        patch.setattr(run, "init_state", _shared_initial_state)
         patch.setattr(validation, "make_eval_step", make_eval_step)
         yield
 
 
-make_train_step = functools.cache(state.make_train_step)
-make_initial_state = functools.cache(state.init_state)
+make_train_step = functools.cache(run.make_train_step)
+make_initial_state = functools.cache(run.init_state)
 make_eval_step = functools.cache(validation.make_eval_step)
 
 
-def _shared_train_step(model, config, token_loss=None):
-    return make_train_step(model, _essentials(config, seed=0), token_loss)
+def _shared_train_step(model, config, optimizer=None, token_loss=None):
+    return make_train_step(model, _essentials(config, seed=0), optimizer, token_loss)
 
 
-def _shared_initial_state(model, config, while_compiling):
-    initial = make_initial_state(model, _essentials(config))
+def _shared_initial_state(model, config, optimizer, while_compiling):
+    initial = make_initial_state(model, _essentials(config), optimizer)
     while_compiling(initial)
     return jax.tree.map(jnp.copy, initial)  # the step donates it
 

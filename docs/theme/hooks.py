@@ -30,8 +30,9 @@ MOVED = {
 
 API = {
     "Train": "train TrainResult RunFolder",
-    "Settings": "Config DataConfig ModelConfig TrainingConfig DecodingConfig",
-    "Translate": "Translator Sampling",
+    "One step": "TrainState init_state make_train_step make_eval_step shard_batch cross_entropy",
+    "Settings": "Config DataConfig ModelConfig TrainingConfig SearchConfig",
+    "Translate": "Translator search Hypotheses",
     "Tokens": "Tokens Batch one_sentence_per_row shift_right",
     "Model": "Transformer Encoder EncoderLayer Decoder DecoderLayer MultiHeadAttention FeedForward",
     "Functions": "attention_weights scaled_dot_product_attention "
@@ -42,16 +43,13 @@ API = {
 """The public names by subject, in the order of the navigation."""
 
 BENEATH = {
-    "A loop of your own": "training.step.TrainState training.step.init_state "
-    "training.step.make_train_step data.batches.shard_batch training.schedule.learning_rate "
-    "training.optimizer.make_optimizer training.loss.smoothed_cross_entropy",
-    "Search and scores": "decoding.job.Options decoding.results.Translation "
+    "A loop of your own": "training.schedule.learning_rate training.optimizer.make_optimizer",
+    "Search and scores": "decoding.results.Translation "
     "decoding.results.PairScore decoding.results.Attention evaluation.Evaluation",
     "Figures": "plots.figures.attention_figure plots.figures.curves_figure "
     "plots.figures.positions_figure plots.figures.save training.metrics.read_metrics",
     "Text and machine": "data.corpora.read_pairs runtime.devices.configure_cpu_devices "
-    "runtime.memory.tune_malloc runtime.devices.enable_compilation_cache "
-    "runtime.executables.ExecutableCache",
+    "runtime.memory.tune_malloc runtime.devices.enable_compilation_cache",
 }
 """Names below the top level that the documents mention, by subject."""
 

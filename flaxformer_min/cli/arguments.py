@@ -105,7 +105,7 @@ def _add_translate(commands: Any) -> None:
     _add_sampling(parser)
     _add_device(parser)
     add("--verbose", action="store_true",
-        help="print speed, compilations and what the search computed on stderr at the end "
+        help="print speed, compilations and the sizes of batches on stderr at the end "
         "(default: warnings only)")
 
 

@@ -38,20 +38,6 @@ def check_vocabulary(vocab: int, suppressed: tuple[int, ...]) -> None:
         )
 
 
-def check_config(config: SearchConfig, vocab_size: int) -> None:
-    """Raise ValueError unless the settings fit a vocabulary."""
-    if max(config.suppressed, default=0) >= vocab_size:
-        raise ValueError(
-            f"suppressed must be ids of the target vocabulary, below {vocab_size:,}; got "
-            f"{max(config.suppressed):,}."
-        )
-    if not config.sample and config.beam_size > vocab_size:
-        raise ValueError(
-            f"beam_size must not exceed the vocabulary of {vocab_size:,}, the number of "
-            f"continuations; got {config.beam_size:,}."
-        )
-
-
 def check_parts(models: Any, params: Any, tokenizers: Any = (None, None)) -> None:
     """Raise ValueError unless there are parameters for each model, and two tokenizers."""
     if not all(isinstance(each, (list, tuple)) for each in (models, params)):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.checks import check_keys, check_vocabulary
 from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
+from flaxformer_min.decoding.ensemble import EnsembleCache
 from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.runtime.generator import GENERATOR
@@ -240,7 +241,8 @@ def search(
     room = steps * config.beam_size
     capacity = room if capacity is None else min(capacity, room)
     cross, cache, log_probs = _prefill(apply, source, prefix, capacity, config)
-    if not hasattr(cache, "is_full"):
+    caches = cache if isinstance(cache, EnsembleCache) else (cache,)
+    if not all(hasattr(each, "is_full") for each in caches):
         cache, capacity = cache.resize(prefix.shape[1] + room), room
     sentences = _begin(source, prefix, log_probs.sum(1), keys, max_length, steps, config)
     state = State(jnp.int32(0), sentences, cross, cache)

@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.batches import LONGEST_PREFIX, BatchRunner
-from flaxformer_min.decoding.checks import check_config, check_parts
+from flaxformer_min.decoding.checks import check_parts
 from flaxformer_min.decoding.ensemble import Ensemble
 from flaxformer_min.decoding.models import (
     check_sows,
@@ -159,7 +159,7 @@ class Translator:
                 f"there is no search setting {min(unknown)!r}, only {', '.join(sorted(known))}."
             )
         config = dataclasses.replace(self.decoding, **settings)
-        check_config(config, getattr(self.target_tokenizer, "vocab_size", 1 << 30))
+        config.check_vocabulary(getattr(self.target_tokenizer, "vocab_size", 1 << 30))
         return config
 
     def translate(

@@ -50,10 +50,7 @@ def prepare(
     be read or encoded, and for a run folder that holds something else.
     """
     with main_process_first("corpus"):
-        named = config.data.languages
         config, splits = open_text(config, pairs)
-        if not named and _has_no_languages(run):
-            config = _with_languages(config, "")
     with main_process_first("tokenizer"):
         if is_main_process():
             tokenizers = run.begin(
@@ -67,12 +64,6 @@ def prepare(
         }
     check_agreement(config, encoded)
     return Prepared(config, splits, tokenizers, encoded)
-
-
-def _has_no_languages(run: RunFolder) -> bool:
-    """Return whether a run of given pairs records no languages, which those once did not name."""
-    recorded = run.config().data if run.exists else None
-    return recorded is not None and recorded.corpus == GIVEN and not recorded.languages
 
 
 def _with_languages(config: Config, languages: str) -> Config:

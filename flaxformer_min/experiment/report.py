@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batches import EpochBatches
 from flaxformer_min.runtime.devices import describe_devices
+from flaxformer_min.training.loop import OnStep
 from flaxformer_min.training.step import TrainState
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -43,32 +44,39 @@ class Stopwatch:
         return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())
 
 
-def report_first_step(train_step: Callable, watch: Stopwatch) -> Callable:
-    """Return the same step; the first one is waited for and reported, with the time since start."""
-    waiting = True
+def reporting_first_step(on_step: OnStep | None, watch: Stopwatch) -> OnStep:
+    """Return `on_step`, which reports the time of the first step since the start, too."""
+    is_first = True
 
-    def step(state: TrainState, batch: Any) -> Any:
-        nonlocal waiting
-        result = train_step(state, batch)
-        if waiting:
-            waiting = False
-            jax.block_until_ready(result)
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
             seconds = time.perf_counter() - watch.started
             LOGGER.info("The first step is done %.1f s after the start.", seconds)
-        return result
+        if on_step is not None:
+            on_step(step, metrics)
 
-    return step
+    return report
 
 
-def report_start(folder: Any, config: ModelConfig, state: TrainState, epoch: EpochBatches) -> None:
-    """Report devices, sizes of model, batch and epoch, and better row lengths if there are any."""
+def report_start(
+    folder: Any, config: ModelConfig, state: TrainState, epoch: EpochBatches | None
+) -> None:
+    """Report devices, sizes of model, batch and epoch, and better row lengths if there are any.
+
+    Without an epoch, as of batches that the caller makes, report devices and model alone.
+    """
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    text = f"{describe_devices()}; run folder {folder}\n{parameters / 1e6:.1f} M parameters"
+    text += f", vocabulary {config.vocab_size:,}"
+    if epoch is None:
+        LOGGER.info(text)
+        return
     sides = epoch.encoded.source, epoch.encoded.target
     tokens = [side.lengths.sum() / len(epoch) for side in sides]
     LOGGER.info(
-        f"{describe_devices()}; run folder {folder}\n"
-        f"{parameters / 1e6:.1f} M parameters, vocabulary {config.vocab_size:,}; "
-        f"a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
+        f"{text}; a batch: {tokens[0]:,.0f} source and {tokens[1]:,.0f} target tokens, "
         f"{epoch.padding():.1%} padding; an epoch: {len(epoch):,} batches"
     )
     even = epoch.even_row_lengths()

@@ -6,11 +6,11 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import linen as nn
 
 from flaxformer_min.config import Config
@@ -21,14 +21,15 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation
 from flaxformer_min.experiment.averaging import drop_average, validate_average
 from flaxformer_min.experiment.model import build_model, can_decode, with_architecture, with_dtype
+from flaxformer_min.experiment.parts import Parts, check_function
 from flaxformer_min.experiment.prepare import Prepared, open_split, prepare
 from flaxformer_min.experiment.report import (
     MEMORY_ADVICE,
     Stopwatch,
-    report_first_step,
     report_start,
+    reporting_first_step,
 )
-from flaxformer_min.experiment.state import initialise, restore, training_identity
+from flaxformer_min.experiment.state import init_from, restore, training_identity
 from flaxformer_min.experiment.validation import (
     Validator,
     score_test_set,
@@ -36,7 +37,7 @@ from flaxformer_min.experiment.validation import (
     what_is_compared,
 )
 from flaxformer_min.runs.description import check_identity
-from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
+from flaxformer_min.runs.folder import RunFolder, Tokenizers, fit_vocabulary
 from flaxformer_min.runtime.devices import CompileClock
 from flaxformer_min.runtime.distributed import (
     any_process,
@@ -45,18 +46,16 @@ from flaxformer_min.runtime.distributed import (
     main_process_first,
 )
 from flaxformer_min.runtime.memory import with_oom_hint
-from flaxformer_min.runtime.signals import StopCheck
+from flaxformer_min.runtime.signals import Interrupt, StopCheck
 from flaxformer_min.tokens import Batch
-from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.loop import BatchIterator, OnStep, Trainer
 from flaxformer_min.training.loss import TokenLoss
 from flaxformer_min.training.metrics import MetricsLog, read_metrics
+from flaxformer_min.training.optimizer import complete_optimizer
 from flaxformer_min.training.profile import Profile
-from flaxformer_min.training.step import TrainState
+from flaxformer_min.training.step import TrainState, init_state, make_train_step
 
 LOGGER = logging.getLogger("flaxformer_min")
-
-POLL_SECONDS = 0.2
-"""The main thread checks for an interrupt at least this often while training runs."""
 
 TRAINING = threading.Lock()
 """Held by the training of this process."""
@@ -96,7 +95,11 @@ def train(
     *,
     pairs: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     model: nn.Module | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     token_loss: TokenLoss | None = None,
+    batches: BatchIterator | Callable[[Tokenizers], BatchIterator] | None = None,
+    on_step: OnStep | None = None,
+    on_validation: OnStep | None = None,
     stop: StopCheck = None,
     profile: int = 0,
 ) -> TrainResult:
@@ -107,7 +110,12 @@ def train(
                 `[i]`; with a `fingerprint()` of their content they are not read again when cached.
     model:      any Linen module with `hidden_states(batch)` and `logits(x)`, instead of the
                 Transformer of `config.model` (see docs/extending.md).
+    optimizer:  any of optax, learning rate included, instead of `config.training.optimizer`.
     token_loss: used instead of label-smoothed cross-entropy.
+    batches:    an iterator over `Batch` with `get_state` and `set_state`, or a function of the
+                source and target tokenizer that returns one, instead of packed rows of the pairs.
+    on_step, on_validation: called in the main process with the number of a step and its metrics,
+                or the scores of a validation, from the thread that trains.
     stop:       called between steps; returns whether to save and return.
     profile:    record this many steps, from the 11th of this start on, in the run folder.
 
@@ -125,7 +133,8 @@ def train(
     >>> config = Config(...)                                    # doctest: +SKIP
     >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
     """
-    _check_arguments(config, workdir, model, profile, token_loss=token_loss, stop=stop)
+    _check_arguments(config, workdir, stop, profile)
+    parts = Parts(model, optimizer, token_loss, batches, on_step, on_validation)
     run, interrupt = RunFolder(workdir), Interrupt(stop)
     with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
         with main_process_first("lock"):
@@ -140,7 +149,7 @@ def train(
                 raise  # the other processes must end, too
             return TrainResult(run, run.newest_step(), True, {}, model=model)
         watch.finish("data and tokenizer")
-        job = Job(run, prepared, model, token_loss, interrupt, profile, watch)
+        job = Job(run, prepared, parts, interrupt, profile, watch)
         result = interrupt.shield(job.run_to_end, held)
         if not result.stopped:
             LOGGER.info("Time: %s; %s.", watch, compiled)
@@ -161,7 +170,7 @@ def _alone() -> Iterator[None]:
         TRAINING.release()
 
 
-def _check_arguments(config: Any, workdir: Any, model: Any, profile: Any, **functions: Any) -> None:
+def _check_arguments(config: Any, workdir: Any, stop: Any, profile: Any) -> None:
     """Raise ValueError for an argument of another type than `train` takes."""
     if not isinstance(config, Config):
         raise ValueError(
@@ -170,18 +179,9 @@ def _check_arguments(config: Any, workdir: Any, model: Any, profile: Any, **func
         )
     if not isinstance(workdir, (str, Path)):
         raise ValueError(f"workdir must be a folder, as text or a Path; got {workdir!r}.")
-    if model is not None and not isinstance(model, nn.Module):
-        is_class = isinstance(model, type)
-        found = f"the class {model.__name__}" if is_class else type(model).__name__
-        raise ValueError(
-            "model must be an instance of a Linen module, as Transformer(config.model); got "
-            f"{found}."
-        )
     if not has_type(plain(profile), int) or profile < 0:
         raise ValueError(f"profile must be a number of steps, at least 0; got {profile!r}.")
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise ValueError(f"{name} must be a function or None; got {function!r}.")
+    check_function("stop", stop)
 
 
 def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
@@ -191,57 +191,13 @@ def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
     return next(usable, "")
 
 
-class Interrupt:
-    """Turns the first KeyboardInterrupt into a stop request. A `StopCheck`, as is `stop`."""
-
-    def __init__(self, stop: StopCheck):
-        """Combine it with the caller's own request."""
-        self._stop, self._came = stop, threading.Event()
-
-    def __call__(self) -> bool:
-        """Return whether to stop, also after a request that `stop` does not repeat."""
-        if self._stop is not None and not self._came.is_set() and self._stop():
-            self._came.set()
-        return self._came.is_set()
-
-    def shield(self, work: Callable[[], Any], held: contextlib.ExitStack) -> Any:
-        """Run `work` in a thread, where KeyboardInterrupt cannot interrupt a step.
-
-        Python raises it in the main thread, between any two operations. Within a step, the state
-        that the step has donated would be lost. After a second one, `held` is released by the
-        thread, which may still be in a step.
-        """
-        pool = ThreadPoolExecutor(1, "train")
-        running = pool.submit(work)
-        try:
-            try:
-                return _result_of(running)
-            except KeyboardInterrupt:
-                self._came.set()
-                LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
-                return _result_of(running)
-        finally:
-            pool.shutdown(wait=False)
-            if not running.done():
-                release = held.pop_all().close
-                running.add_done_callback(lambda _: release())
-
-
-def _result_of(running: Future) -> Any:
-    """Wait for the result. Poll, because not every interrupt ends a wait."""
-    while not running.done():
-        wait([running], timeout=POLL_SECONDS)
-    return running.result()
-
-
 @dataclasses.dataclass
 class Job:
     """A training job whose text is prepared."""
 
     run: RunFolder
     prepared: Prepared
-    given_model: nn.Module | None
-    token_loss: TokenLoss | None
+    parts: Parts
     stop: Callable[[], bool]
     profile: int
     watch: Stopwatch
@@ -249,7 +205,7 @@ class Job:
     def __post_init__(self):
         """Build the model."""
         self.config = self.prepared.config
-        self.model = build_model(self.given_model, self.config, self.prepared.tokenizers)
+        self.model = build_model(self.parts.model, self.config, self.prepared.tokenizers)
         self.poll = any_process(self.stop)
 
     def run_to_end(self) -> TrainResult:
@@ -259,7 +215,9 @@ class Job:
         # Now, because a file that is written while it is mapped would end the process later.
         example = usable_example(self.prepared.pairs["validation"])
         batches = self._batches()
-        with contextlib.closing(batches):
+        with contextlib.ExitStack() as held:
+            if hasattr(batches, "close"):
+                held.callback(batches.close)
             state, train_step = self._initialise(batches)
             self.watch.finish("initialization")
             validate = self._validator(state)
@@ -273,9 +231,11 @@ class Job:
         self.watch.finish("test")
         scores = self._newest_scores(trainer.scores)
         stopped = stopped or self.poll()
-        return TrainResult(self.run, step, stopped, scores, test, example, self.given_model)
+        return TrainResult(self.run, step, stopped, scores, test, example, self.parts.model)
 
-    def _batches(self) -> TrainingBatches:
+    def _batches(self) -> BatchIterator:
+        if self.parts.batches is not None:
+            return self.parts.open_batches(self.prepared.tokenizers)
         data, training = self.config.data, self.config.training
         return TrainingBatches(
             self.prepared.encoded["train"],
@@ -288,17 +248,25 @@ class Job:
             subword_sampling=data.subword_sampling,
         )
 
-    def _initialise(self, batches: TrainingBatches) -> tuple[TrainState, Callable]:
-        epoch = batches.epoch(0)
-        ended = self.run.newest_step() >= self.config.training.steps
-        fitted = fit_vocabulary(self.config.model, self.prepared.tokenizers)
-        return initialise(
-            self.config,
-            self.model,
-            self.token_loss,
-            report=lambda state: report_start(self.run.path, fitted, state, epoch),
-            first_batch=None if ended else lambda: self._shard(epoch[0]),
-        )
+    def _initialise(self, batches: BatchIterator) -> tuple[TrainState, Callable]:
+        """Return the first state and the step, which is compiled while the state is computed."""
+        config, optimizer = self.config, self.parts.optimizer
+        train_step = make_train_step(self.model, config, optimizer, self.parts.token_loss)
+        fitted = fit_vocabulary(config.model, self.prepared.tokenizers)
+        epoch = batches.epoch(0) if isinstance(batches, TrainingBatches) else None
+        step = self.run.newest_step()
+
+        def while_compiling(state: TrainState) -> None:
+            report_start(self.run.path, fitted, state, epoch)
+            takes_steps = step < config.training.steps
+            if epoch is not None and takes_steps and count() == 1:  # several need real arrays
+                train_step.lower(state, self._shard(epoch[0])).compile()
+
+        state = init_state(self.model, config, optimizer, while_compiling)
+        if config.training.init_from and not step:
+            former = RunFolder(config.training.init_from)
+            state = init_from(former, state, complete_optimizer(optimizer, config))
+        return state, train_step
 
     def _shard(self, batch: Batch) -> Batch:
         accumulation = self.config.training.gradient_accumulation
@@ -322,9 +290,10 @@ class Job:
         return Validator(self.config, self.model, held_out, pairs, translator, self.poll)
 
     def _train(
-        self, state: TrainState, train_step: Callable, batches: TrainingBatches, validate: Validator
+        self, state: TrainState, train_step: Callable, batches: BatchIterator, validate: Validator
     ) -> Trainer:
         run, training = self.run, self.config.training
+        parts = self.parts if is_main_process() else Parts()
         with contextlib.closing(run.open_checkpoints(self.config)) as checkpoints:
             identity = training_identity(run, self.config)
             check_identity(run.checkpoints, identity)
@@ -338,7 +307,7 @@ class Job:
             with contextlib.closing(log), profile:
                 trainer = Trainer(
                     state,
-                    profile.wrap(report_first_step(train_step, self.watch)),
+                    profile.wrap(train_step),
                     batches,
                     self._shard,
                     training,
@@ -348,6 +317,8 @@ class Job:
                     self.poll,
                     progress,
                     identity,
+                    on_step=reporting_first_step(parts.on_step, self.watch),
+                    on_validation=parts.on_validation,
                 )
                 trainer.run()
         return trainer
@@ -375,7 +346,7 @@ class Job:
     def _scores_of(self, pairs: Sequence[tuple[str, str]]) -> Evaluation | None:
         if not len(pairs):
             return None
-        translator = Translator.load(self.run.path, model=self.given_model)
+        translator = Translator.load(self.run.path, model=self.parts.model)
         return score_test_set(translator, pairs, target_language(self.config), self.stop)
 
     def _newest_scores(self, scores: Mapping[str, float]) -> dict[str, float]:

@@ -24,10 +24,12 @@ import numpy as np
 from flaxformer_min.runs.description import (
     MODELS,
     Metric,
+    check_optimizer_state,
     check_parameters,
     cost_of,
     description_file,
     meta_checksum,
+    optimizer_of,
     read_description,
     steps_of,
     types_of,
@@ -170,6 +172,8 @@ class Checkpoints:
         checksums = {name: checksum(tree) for name, tree in state.items()}
         meta = {**meta, "step": step, "metric": metric, "checksums": checksums}
         meta["arrays"] = types_of({name: state[name] for name in MODELS if name in state})
+        if "opt_state" in state:
+            meta["optimizer"] = optimizer_of(state["opt_state"])
         # A copy: Orbax writes it later, when its owner may have changed it.
         meta = json.loads(json.dumps(meta))
         meta["checksum"] = meta_checksum(meta)
@@ -207,7 +211,7 @@ class Checkpoints:
 
         `like` gives shapes, types and placement. A damaged checkpoint is logged as a warning and
         moved to the folder "damaged" beside the others, and the one before it is tried. Raises
-        ValueError if all are damaged, or one is of a model with other parameters; OSError if this
+        ValueError if all are damaged, or one is of another model or optimizer; OSError if this
         process may not read one, or has too many files open.
         """
         steps = gather("checkpoints", steps_of(self.folder))[0]
@@ -215,6 +219,7 @@ class Checkpoints:
         for step in steps:
             wrong = None
             check_parameters(self.folder, step, like)
+            check_optimizer_state(self.folder, step, like)
             try:
                 found = restore_verified(self._manager, step, like)
             except Exception as error:  # Orbax raises whatever its readers raise

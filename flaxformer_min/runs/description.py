@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,30 @@ def check_parameters(folder: Path, step: int, like: Mapping[str, PyTree]) -> Non
                 f"{difference}. Pass the model that it was trained with, or choose another "
                 "--workdir."
             )
+
+
+def optimizer_of(opt_state: PyTree) -> dict[str, str]:
+    """Return the kinds of the states of an optimizer, and a digest of names, types and shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    arrays = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
+    kinds = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(opt_state)))
+    digest = hashlib.sha256("\n".join(arrays).encode()).hexdigest()
+    return {"states": ", ".join(dict.fromkeys(kinds)), "arrays": digest}
+
+
+def check_optimizer_state(folder: Path, step: int, like: Mapping[str, PyTree]) -> None:
+    """Raise ValueError if a checkpoint was saved with another kind of optimizer."""
+    saved = (read_description(folder, step) or {}).get("optimizer")
+    if not saved or "opt_state" not in like:
+        return
+    needed = optimizer_of(like["opt_state"])
+    if saved["arrays"] != needed["arrays"]:
+        raise ValueError(
+            f"a run must be continued with its own optimizer; checkpoint {step} in {folder} has "
+            f"the states {saved['states']}, the given optimizer has {needed['states']}, or they "
+            "have other shapes. Pass the optimizer that it was trained with, or begin another run "
+            f"with --training.init-from {folder.parent}."
+        )
 
 
 def first_difference(saved: dict[str, str], needed: dict[str, str]) -> str:

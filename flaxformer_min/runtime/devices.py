@@ -13,6 +13,7 @@ import numpy as np
 MOST_CPU_DEVICES = 8
 """Each device has its own copy of the parameters in training, and its own batch in decoding."""
 
+
 def cpu_cores() -> int:
     """Return the number of CPU cores to compute on, up to eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

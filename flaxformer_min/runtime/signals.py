@@ -1,11 +1,17 @@
 """Graceful stopping: the first signal requests it, a second one ends the process at once."""
 
 import contextlib
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
+from typing import Any
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 StopCheck = Callable[[], bool] | None
 """Called between two pieces of work; returns whether to stop. None: never stop."""
@@ -22,6 +28,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = 0.5
 """Seconds in which a repeated signal is the same one: `timeout` sends it to a process and, a moment
 later, to its group, and a scheduler may do the same."""
+
+
+POLL_SECONDS = 0.2
+"""The main thread checks for an interrupt at least this often while work runs in a thread."""
 
 
 class StopRequest:
@@ -82,3 +92,46 @@ class InterruptOnSignal(StopRequest):
         super()._handle(number, frame)
         if is_first:
             raise KeyboardInterrupt(number)
+
+
+class Interrupt:
+    """Turns the first KeyboardInterrupt into a stop request. A `StopCheck`, as is `stop`."""
+
+    def __init__(self, stop: StopCheck):
+        """Combine it with the caller's own request."""
+        self._stop, self._came = stop, threading.Event()
+
+    def __call__(self) -> bool:
+        """Return whether to stop, also after a request that `stop` does not repeat."""
+        if self._stop is not None and not self._came.is_set() and self._stop():
+            self._came.set()
+        return self._came.is_set()
+
+    def shield(self, work: Callable[[], Any], held: contextlib.ExitStack) -> Any:
+        """Run `work` in a thread, where KeyboardInterrupt cannot interrupt a step.
+
+        Python raises it in the main thread, between any two operations. Within a step, the state
+        that the step has donated would be lost. After a second one, `held` is released by the
+        thread, which may still be in a step.
+        """
+        pool = ThreadPoolExecutor(1, "train")
+        running = pool.submit(work)
+        try:
+            try:
+                return _result_of(running)
+            except KeyboardInterrupt:
+                self._came.set()
+                LOGGER.info("Finishing this step, then saving. Interrupt again to stop at once.")
+                return _result_of(running)
+        finally:
+            pool.shutdown(wait=False)
+            if not running.done():
+                release = held.pop_all().close
+                running.add_done_callback(lambda _: release())
+
+
+def _result_of(running: Future) -> Any:
+    """Wait for the result. Poll, because not every interrupt ends a wait."""
+    while not running.done():
+        wait([running], timeout=POLL_SECONDS)
+    return running.result()

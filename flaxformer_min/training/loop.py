@@ -25,14 +25,18 @@ Validate = Callable[[Any, int], Mapping[str, float] | None]
 """Return scores such as "validation_loss", given parameters and step; None if stopped."""
 
 
+OnStep = Callable[[int, Mapping[str, float]], Any]
+"""Called with a step's number and its metrics, or with the scores of the validation after it."""
+
+
 class BatchIterator(Protocol):
-    """An endless iterator of batches whose position can be saved."""
+    """An endless iterator of batches whose position can be saved, with grain's method names."""
 
     def __next__(self) -> Batch:
         """Return the next batch."""
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position, as JSON can hold it."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
@@ -67,6 +71,7 @@ class Trainer:
     checkpoints: where to save, or None to save nothing.
     validate:    scores parameters, or None for no validation. If it returns None, because it was
                  stopped, it is called again when training continues.
+    on_step, on_validation: called with the metrics of each step, and the scores of each validation.
     progress:    from the checkpoint that training continues from.
     identity:    part of each checkpoint's description (see `RunFolder.identity`).
 
@@ -86,6 +91,8 @@ class Trainer:
     progress: Progress = dataclasses.field(default_factory=Progress)
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    on_step: OnStep | None = None
+    on_validation: OnStep | None = None
 
     def __post_init__(self):
         """Restore the window of metrics."""
@@ -119,6 +126,11 @@ class Trainer:
             return None
         try:
             return next(self.batches)
+        except StopIteration as end:
+            raise ValueError(
+                f"batches must not end before training.steps={self.config.steps}; they ended after "
+                f"step {self._step}. Repeat them, or lower training.steps."
+            ) from end
         except RuntimeError:
             # A signal to all processes of a job also ends the workers that assemble batches. Of
             # several training processes, all must end after the same step, so this is an error.
@@ -155,6 +167,8 @@ class Trainer:
         metrics = {name: float(value) for name, value in jax.device_get(self._unread).items()}
         self._unread = None
         self._window.add(metrics)
+        if self.on_step is not None:
+            self.on_step(self._step, metrics)
         skipped = self.progress.skipped_in_a_row + 1 if metrics["skipped"] else 0
         self.progress.skipped_in_a_row = skipped
         if skipped >= self.config.max_skipped:
@@ -177,6 +191,8 @@ class Trainer:
         if scores is None:
             return None
         self.scores = scores
+        if self.on_validation is not None:
+            self.on_validation(self._step, scores)
         if self.log is not None:
             self.log.write(self._step, scores)
         metric = selection_metric(scores, self.config.best_by)
@@ -199,6 +215,7 @@ class Trainer:
         self.progress.window = self._window.sums
         progress = dataclasses.asdict(self.progress)
         description = {"batches": self.batches.get_state(), "progress": progress}
+        description["iterator"] = type(self.batches).__name__
         return description | ({"identity": dict(self.identity)} if self.identity else {})
 
     def _stopping(self) -> bool:
@@ -243,9 +260,11 @@ def _format_metrics(step: int, steps: int, line: Mapping[str, float | None]) -> 
         if line["loss"] is None
         else f"loss {line['loss']:.3f} nats  accuracy {line['accuracy']:.1%}  "
     )
+    known = line["learning_rate"] is not None
+    rate = f"learning rate {line['learning_rate']:.2e}  " if known else ""
     norm = "" if line["gradient_norm"] is None else f"gradient norm {line['gradient_norm']:.2f}  "
     return (
-        f"step {step:,}/{steps:,}  {learned}learning rate {line['learning_rate']:.2e}  {norm}"
+        f"step {step:,}/{steps:,}  {learned}{rate}{norm}"
         f"{line['tokens_per_second']:,.0f} tokens/s  {line['steps_per_second']:.2f} steps/s  "
         f"padding {line['padding']:.1%}  {timedelta(seconds=int(left))} left" + skipped
     )

@@ -23,10 +23,10 @@ LogSumExp = Callable[[Float[Array, " vocab"]], Float[Array, ""]]
 """Return the logarithm of the sum of the exponentials of float32 logits."""
 
 
-def smoothed_cross_entropy(
+def cross_entropy(
     logits: Float[Array, " vocab"],
     label: Int[Array, ""],
-    smoothing: float,
+    smoothing: float = 0.0,
     logsumexp: LogSumExp = jax.nn.logsumexp,
 ) -> Float[Array, ""]:
     """Return the cross-entropy in nats, with `smoothing` of the target spread over the vocabulary.
@@ -34,7 +34,7 @@ def smoothed_cross_entropy(
     Szegedy et al. 2016: the target is (1 - ε) one-hot + ε / vocab. With ε = 0 it is the negative
     log-probability of the label. `logsumexp` may be a faster one.
 
-    >>> nats = smoothed_cross_entropy(jnp.log(jnp.array([0.25, 0.75])), jnp.int32(1), 0.0)
+    >>> nats = cross_entropy(jnp.log(jnp.array([0.25, 0.75])), jnp.int32(1))
     >>> f"{nats:.5f}"  # -ln 0.75
     '0.28768'
     """
@@ -100,14 +100,14 @@ def score_token(
     cross-entropies plus `r_drop` / 2 times the mean of both Kullback-Leibler divergences. This is
     half of theirs, so that the loss keeps its scale.
     """
-    cross_entropy = smoothed_cross_entropy
     by_product = target_platform() == "tpu" and logits.dtype == jnp.bfloat16
     logits = logits.astype(jnp.float32)
+    nats = cross_entropy
     if by_product:
-        cross_entropy = partial(cross_entropy, logsumexp=logsumexp_by_product)
+        nats = partial(cross_entropy, logsumexp=logsumexp_by_product)
         # Changes no value, but keeps XLA from taking the maximum in bfloat16, apart from the sums.
         logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=22)
-    token_loss = token_loss or partial(cross_entropy, smoothing=smoothing)
+    token_loss = token_loss or partial(nats, smoothing=smoothing)
     losses = jax.vmap(token_loss, (0, None))(logits, label)
     if losses.shape != logits.shape[:1] or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise ValueError(
@@ -119,7 +119,7 @@ def score_token(
         loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(
         loss,
-        jax.vmap(partial(cross_entropy, smoothing=0.0), (0, None))(logits, label).mean(),
+        jax.vmap(nats, (0, None))(logits, label).mean(),
         (jax.vmap(logit_of, (0, None))(logits, label) >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )

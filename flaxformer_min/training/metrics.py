@@ -34,7 +34,7 @@ class Window:
         counts |= {"learned": 1 - metrics["skipped"], "skipped": metrics["skipped"]}
         for name, value in counts.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.sums["learning_rate"] = metrics["learning_rate"]
+        self.sums["learning_rate"] = metrics.get("learning_rate")  # a given optimizer has its own
         self._tokens += metrics["tokens"]
         self._steps += 1
 

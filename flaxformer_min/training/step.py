@@ -14,14 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.model.parameters import copies_by_row
-from flaxformer_min.model.target import compiling_for, in_few_kernels, target_platform
-from flaxformer_min.runtime.devices import divided_among, same_on
+from flaxformer_min.model.target import compiling_for
+from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import Batch, Tokens
-from flaxformer_min.training import shares
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
-from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.optimizer import averaged_params, complete_optimizer
 from flaxformer_min.training.schedule import learning_rate
 
 Params = Any
@@ -29,10 +27,10 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class TrainState(NamedTuple):
-    """The state of training, replicated on all devices but for `opt_state`.
+    """The state of training, the same on all devices.
 
     step:      steps taken, including skipped ones.
-    opt_state: [devices ...], each device's share of the optimizer's state (see `shares`).
+    opt_state: the optimizer's own.
     key:       random key; dropout masks depend on it and on `step`.
     average:   the moving average of the parameters, or None if `ema_decay` is 0.
     """
@@ -45,53 +43,55 @@ class TrainState(NamedTuple):
 
     @property
     def eval_params(self) -> Params:
-        """The parameters to translate with: the moving average if there is one."""
-        return self.params if self.average is None else self.average
+        """The parameters to translate with: the average that there is, or `params`."""
+        if self.average is not None:
+            return self.average
+        averaged = averaged_params(self.opt_state, self.params)
+        return self.params if averaged is None else averaged
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint, which does not depend on the number of devices."""
-        whole = self._replace(opt_state=shares.join(self.opt_state, self.params))
-        return {name: value for name, value in whole._asdict().items() if value is not None}
+        """Return the content of a checkpoint: the state, and as "average" the `eval_params`."""
+        content = self._asdict()
+        evaluated = self.eval_params
+        content["average"] = None if evaluated is self.params else evaluated
+        return {name: value for name, value in content.items() if value is not None}
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "TrainState":
-        """Return the state with this content, divided among the devices."""
-        whole = cls(**content)
-        return whole._replace(opt_state=shares.divide(whole.opt_state, whole.params))
-
-
-ON_DEVICES = TrainState(None, None, 0, None, None)
-"""The axis of devices of each part of the state, for `pmap`."""
+    def restored(self, content: Mapping[str, Any]) -> "TrainState":
+        """Return the state that had this content, in a training that began with this state."""
+        average = None if self.average is None else content["average"]
+        return TrainState(**{**content, "average": average})
 
 
 def initial_state(
-    model: nn.Module, config: Config, seed: UInt[Array, ""], devices: int, local: int
+    model: nn.Module,
+    config: Config,
+    seed: UInt[Array, ""],
+    optimizer: optax.GradientTransformation | None = None,
 ) -> TrainState:
-    """Return the state before the first step, for `local` ones of so many devices."""
+    """Return the state before the first step."""
     tokens = Tokens(*(jnp.ones((1, 8), jnp.int32),) * 3)
     params_key, key = jax.random.split(jax.random.key(seed, impl=GENERATOR))
     params = model.init(params_key, Batch(tokens, tokens), method=_all_logits)["params"]
-    of_device = make_optimizer(config.training).init(shares.like_shares(params, devices))
-    opt_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (local, *x.shape)), of_device)
+    opt_state = complete_optimizer(optimizer, config).init(params)
     # A copy, because a buffer cannot be donated twice.
     average = jax.tree.map(jnp.copy, params) if config.training.ema_decay else None
     return TrainState(jnp.int32(0), params, opt_state, key, average)
 
 
 def init_state(
-    model: nn.Module, config: Config, while_compiling: Callable[[TrainState], Any] | None = None
+    model: nn.Module,
+    config: Config,
+    optimizer: optax.GradientTransformation | None = None,
+    while_compiling: Callable[[TrainState], Any] | None = None,
 ) -> TrainState:
-    """Return `initial_state` on the devices of this process.
+    """Return `initial_state` on the devices of this process; `optimizer` as in `make_train_step`.
 
     `while_compiling` is called with the shapes of the state while XLA computes it in a thread.
     """
-
     # Every process computes the same state.
-    devices = jax.local_devices()
-    same, divided = same_on(devices), divided_among(devices)
     make = jax.jit(
-        partial(initial_state, model, config, devices=jax.device_count(), local=len(devices)),
-        out_shardings=TrainState(same, same, divided, same, same),
+        partial(initial_state, model, config, optimizer=optimizer),
+        out_shardings=same_on(jax.local_devices()),
     )
     seed = np.uint32(config.training.seed)
     if while_compiling is None:
@@ -133,9 +133,6 @@ def randomness(
     """
     place = device * config.gradient_accumulation + number
     key = jax.random.fold_in(state.key, state.step)
-    if target_platform() == "cuda":
-        # The keys of all masks then have an operand in common: see `in_few_kernels`.
-        key = jax.lax.optimization_barrier(key)
     rngs = {BY_ROW: key, "dropout": jax.random.fold_in(key, place)}
     return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
 
@@ -155,12 +152,9 @@ def gradient_sums(
         rows = jnp.concatenate([rows, -1 - rows])
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
-        variables, target = {"params": in_few_kernels(params)}, batch.target
-        copies = copies_by_row(params, rows.size)
+        variables, target = {"params": params}, batch.target
         with masks_by_row(rows):
-            hidden_states = model.apply(
-                variables | copies, inputs, method="hidden_states", rngs=random.rngs
-            )
+            hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
         with jax.named_scope("loss"):
             sums = sum_over_tokens(
                 partial(model.apply, variables, method="logits"),
@@ -174,11 +168,6 @@ def gradient_sums(
         return sums.loss, sums
 
     return jax.grad(loss, has_aux=True)(params)
-
-
-def sum_over_devices(tree: Any) -> Any:
-    """Return the sum of each array over the devices of `pmap`, of all processes."""
-    return jax.lax.psum(tree, "devices")
 
 
 def moving_average(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
@@ -198,6 +187,7 @@ def moving_average(average: Params, params: Params, step: Int[Array, ""], decay:
 def make_train_step(
     model: nn.Module,
     config: Config,
+    optimizer: optax.GradientTransformation | None = None,
     token_loss: TokenLoss | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -206,44 +196,48 @@ def make_train_step(
     The batch is [devices accumulation rows length] (see `shard_batch`). Loss and gradients are
     sums over all tokens of all devices and accumulated batches, divided by the number of these
     tokens, so their distribution does not matter. A step whose loss or gradient is not finite
-    leaves parameters and moments unchanged and counts as skipped. `state` is donated: use the
+    leaves parameters and optimizer unchanged and counts as skipped. `state` is donated: use the
     returned one.
 
     model:      any Linen module with `hidden_states(batch)` and `logits(x)`.
+    optimizer:  any of optax, learning rate included; None: `config.training.optimizer`. It also
+                gets `value`, the loss, and `step`, the number of steps before, if it takes them.
     token_loss: used instead of label-smoothed cross-entropy, if given.
     devices:    to compile for; None: all devices of jax. They need not be attached: see
                 docs/accelerators.md.
+
+    `jax.pmap` is in maintenance mode, but not deprecated, and states data parallelism in one line.
+    It is `jit(shard_map)` underneath: a test gets the same bits from `jax.shard_map` directly.
     """
     training = config.training
-    optimizer, rate = make_optimizer(training), learning_rate(config.model.d_model, training)
+    rates = {} if optimizer else {"learning_rate": learning_rate(config.model.d_model, training)}
+    optimizer = complete_optimizer(optimizer, config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with compiling_for(devices):
             total = _sum_of_batches(model, state, batch, training, token_loss)
         sides = [side.segments for side in batch]
         real = sum(jnp.count_nonzero(segments) for segments in sides)
-        gradients = shares.sum_of_share(total[0])
-        sums, real = sum_over_devices((total[1], real))
+        positions = sum(segments.size for segments in sides)
+        counts = jnp.array([real, positions], jnp.float32)
+        gradients, sums, (real, positions) = jax.lax.psum((*total, counts), "devices")
         tokens = jnp.maximum(sums.tokens, 1.0)
-        with jax.named_scope("gradient_norm"), compiling_for(devices):
-            norm = shares.norm(gradients) / tokens
-        # Behind the norm, so that an accelerator divides only where Adam reads the gradient.
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
-        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        loss, norm = sums.loss / tokens, optax.tree.norm(gradients)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         metrics = {
-            "loss": sums.loss / tokens,
+            "loss": loss,
             "accuracy": sums.correct / tokens,
             "tokens": sums.tokens,
-            "real": real.astype(jnp.float32),
-            "positions": sum_over_devices(jnp.float32(sum(each.size for each in sides))),
+            "real": real,
+            "positions": positions,
             "gradient_norm": norm,
-            "learning_rate": rate(state.step),
             "skipped": (~finite).astype(jnp.float32),
+            **{name: rate(state.step) for name, rate in rates.items()},
         }
-        with jax.named_scope("adam"), compiling_for(devices):
-            return _updated(state, gradients, norm, finite, optimizer, rate, training), metrics
+        return _updated(state, gradients, loss, finite, optimizer, training), metrics
 
-    axes = {"in_axes": (ON_DEVICES, 0), "out_axes": (ON_DEVICES, None)}
+    axes = {"in_axes": (None, 0), "out_axes": None}
     return jax.pmap(train_step, "devices", **axes, donate_argnums=0, devices=devices)
 
 
@@ -287,27 +281,23 @@ def _check_split(batch: Batch, parts: int) -> None:
 def _updated(
     state: TrainState,
     gradients: Params,
-    norm: Float[Array, ""],
+    loss: Float[Array, ""],
     finite: Bool[Array, ""],
     optimizer: optax.GradientTransformationExtraArgs,
-    rate: Callable[[Int[Array, ""]], Float[Array, ""]],
     config: TrainingConfig,
 ) -> TrainState:
-    """Return the state after the update, or with nothing but its step changed if not `finite`.
-
-    `gradients` are this device's shares; `norm` is that of the whole gradient.
-    """
-    own = shares.own(state.params)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, own, norm=norm)
-    updates = jax.tree.map(lambda update: -rate(state.step) * update, updates)
-    new = in_few_kernels((optax.apply_updates(own, updates), opt_state))
+    """Return the state after the update, or with nothing but its step changed if not `finite`."""
+    with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):  # optax mixes types
+        updates, opt_state = optimizer.update(
+            gradients, state.opt_state, state.params, value=loss, step=state.step
+        )
+        params = optax.apply_updates(state.params, updates)
 
     def kept(new: Array, old: Array) -> Array:
         # In its own type, which that of the gradient may widen: a checkpoint has this type.
         return jnp.where(finite, new.astype(old.dtype), old)
 
-    new_own, opt_state = jax.tree.map(kept, new, (own, state.opt_state))
-    params = shares.gathered(new_own, state.params)
+    params, opt_state = jax.tree.map(kept, (params, opt_state), (state.params, state.opt_state))
     average = state.average
     if average is not None:
         averaged = moving_average(average, params, state.step, config.ema_decay)
@@ -330,7 +320,7 @@ def make_eval_step(
         with compiling_for(devices):
             hidden_states = model.apply({"params": params}, batch, method="hidden_states")
             sums = sum_over_tokens(logits, hidden_states[None], target.ids, target.segments)
-        return sum_over_devices(sums)
+        return jax.lax.psum(sums, "devices")
 
     return jax.pmap(
         eval_step, axis_name="devices", in_axes=(None, 0), out_axes=None, devices=devices
