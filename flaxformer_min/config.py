@@ -309,8 +309,8 @@ class SearchConfig:
     """Fewest tokens of a translation, EOS not counted, if max_extra_tokens allows so many."""
 
     early_stopping: bool = setting(True, may_change=True)
-    """Once beam_size hypotheses have finished, continue an unfinished one only if its score is above
-    the worst of the n_best finished ones. Off: as long as it can rise above it (exact search)."""
+    """Once beam_size hypotheses have finished, continue an unfinished one only if its score exceeds
+    the worst of the n_best finished ones. Off: as long as it can exceed it (exact search)."""
 
     suppressed: tuple[int, ...] = setting((), at_least=4, may_change=True)
     """Ids of target tokens that are never chosen, which some imported models require. PAD, UNK and
