@@ -280,37 +280,25 @@ def evaluate(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
 
 
 def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
-    """Lower the search in a pool: admitting sentences, and the loop over their tokens."""
+    """Lower the search of a batch, which halves on the device."""
     import jax
-    from flaxformer_min.decoding.pool import Newcomers, begin, empty_pool
-    from flaxformer_min.decoding.programs import run
-    from flaxformer_min.decoding.shapes import pool_shape
 
-    from flaxformer_min.decoding.search import Rules
+    from flaxformer_min.decoding.batches import HALVINGS, _search, capacity_of
     from flaxformer_min.model.target import compiling_for
     from flaxformer_min.runtime.devices import on_each_device
 
-    names = "beam_size", "length_penalty", "early_stopping"
-    rules = Rules(**{name: getattr(config.decoding, name) for name in names})
-    steps = args.source + config.decoding.max_extra_tokens
+    rows, width = args.sentences, args.source
+    steps = width + config.decoding.max_extra_tokens
+    capacity = capacity_of(width, steps, config.decoding)
+    numbers, source = (
+        jax.ShapeDtypeStruct((len(devices), *sizes), np.int32) for sizes in ((rows,), (rows, width))
+    )
+    arrays = {"source": source, "max_length": numbers, "line": numbers}
+    arrays |= {"prefix": None, "seed": None}
     with compiling_for(devices):
         model, params = suited_model(config, devices)
-        shape = pool_shape(args.sentences, args.source, steps, rules)
-        integer, new, source = (
-            jax.ShapeDtypeStruct(sizes, np.int32)
-            for sizes in ((), (shape.slots,), (shape.slots, shape.width))
-        )
-        newcomers = Newcomers(integer, source, new, new, None, None)
-        begin_here = partial(begin, [model], rules=rules, shape=shape)
-        empty = partial(empty_pool, begin=begin_here, shape=shape)
-        pool = jax.eval_shape(empty, [params], newcomers)
-        arguments = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape), leaf.dtype),
-            (pool, newcomers, integer),
-        )
-        program = partial(run, [model], begin=begin_here, rules=rules, shape=shape)
-        mapped = on_each_device(program, devices, len(arguments), donate=(1,))
-        return mapped.lower([params], *arguments)
+        program = partial(_search, model, config.decoding, steps, capacity, HALVINGS, True)
+        return on_each_device(program, devices, 1).lower(params, arrays)
 
 
 def suited_model(config: Any, devices: list[Any]) -> tuple[Any, Any]:
@@ -330,8 +318,8 @@ def search_figures(
 ) -> dict[str, float]:
     """Return the dearest turn of a loop, which is a step of decoding, and its lower bound.
 
-    It is a step in which nobody joins. It reads the weights of the decoder and, of each sentence,
-    the keys and values of the source and of the tokens so far: here, of as many as the source has.
+    It is one of the whole batch. It reads the weights of the decoder and, of each sentence, the
+    keys and values of the source and of the tokens so far: here, of as many as the source has.
     """
     sizes, beam = config.model, config.decoding.beam_size
     d, layers = sizes.d_model, sizes.num_layers

@@ -189,20 +189,11 @@ def alternate(contenders: Sequence[Contender], rounds: int) -> None:
         print(f"round {number + 1}: {seconds}", file=sys.stderr, flush=True)
 
 
-SEARCH = "steps", "lanes needed", "cache GB read"
-"""What `searched` counts, as columns of a table; peers do not tell theirs."""
-
-
-def searched(translator: Any, search: Callable[[], Any]) -> dict[str, Any]:
-    """Time a search of this translator, and count what it computes (see `scheduling.Usage`)."""
-    from flaxformer_min.decoding.scheduling import Usage
-
-    usage = translator.runner.usage = Usage()
+def searched(search: Callable[[], Any]) -> dict[str, Any]:
+    """Time a search."""
     since = time.perf_counter()
     found = search()
-    seconds = time.perf_counter() - since
-    counts = usage.steps, usage.share, usage.cache_bytes / 1e9
-    return {"seconds": seconds, "found": found, **dict(zip(SEARCH, counts, strict=True))}
+    return {"seconds": time.perf_counter() - since, "found": found}
 
 
 def fastest(tried: Sequence[Contender]) -> Contender:

@@ -15,9 +15,6 @@ those of the embedded test set. Needs the extra `benchmarks`.
 
 A trained run, from text to text, beside CTranslate2 with the same weights (trained.py). Needs the
 extra `export`.
-
-For ours both tables also have what the search computed: its steps, the share of lanes that were
-needed, and the bytes of caches that the steps read.
 """
 
 import argparse
@@ -31,7 +28,6 @@ from typing import Any
 import numpy as np
 import trained
 from common import (
-    SEARCH,
     SIZES,
     Contender,
     Run,
@@ -59,7 +55,7 @@ def main() -> None:
     """Measure and print one table."""
     parser = arguments(__doc__, "test")
     parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=64, help="sentences, of ours")
+    parser.add_argument("--batch-size", type=int, default=32, help="sentences, of ours")
     parser.add_argument("--beam-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--lengths", choices=("reference", "source"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -123,7 +119,6 @@ def measure(
                 "start and first run, s": contender.first_seconds,
                 "ratio to the best peer": rate / best_peer if best_peer else None,
                 "share of the bound": bound / seconds,
-                **{name: contender.runs[-1].get(name) for name in SEARCH},
             }
         )
         contender.close()
@@ -176,10 +171,8 @@ def ours(
 
     configure_cpu_devices()  # as the command line does
 
-    from flaxformer_min.decoding.batching import BatchRunner
-    from flaxformer_min.decoding.job import Job
-
-    from flaxformer_min import Batch, DecodingConfig, ModelConfig, Transformer, one_sentence_per_row
+    from flaxformer_min import Batch, ModelConfig, SearchConfig, Transformer, one_sentence_per_row
+    from flaxformer_min.decoding.batches import BatchRunner
     from flaxformer_min.decoding.models import suited_to_device
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
@@ -187,8 +180,7 @@ def ours(
     config = ModelConfig(vocab_size=tokenizer.vocab_size, dtype=dtype, **SIZES[size])
     one = one_sentence_per_row(jnp.array([[4, 3]]))
     params = jax.jit(Transformer(config).init)(jax.random.key(0), Batch(one, one))["params"]
-    decoding = DecodingConfig(batch_size=batch_size, length_penalty=1.0)
-    Job.limit = lambda job, line: lengths[line - 1]
+    decoding = SearchConfig(batch_size=batch_size, length_penalty=1.0)
 
     class Checked(BatchRunner):
         """Every hypothesis ends at the limit of its line, and not before."""
@@ -199,14 +191,19 @@ def ours(
                 assert found_lengths.tolist() == [lengths[line - 1] for line in batch]
                 yield batch, found
 
+        def _program(self, key, program, arrays):
+            limits = [lengths[line - 1] if line else 1 for line in arrays["line"]]
+            arrays["max_length"] = np.array(limits, np.int32)
+            return super()._program(key, program, arrays)
+
     tokenizers = tokenizer, tokenizer
     model, params = suited_to_device(Transformer(config), params)  # as `Translator.load` does
     translator = Translator([model], [params], tokenizers, decoding)
-    translator.runner = Checked(translator.models, [params], batch_size)
+    translator.runner = Checked(translator.models[0], params)
 
     def run() -> dict[str, Any]:
-        search = partial(translator.translate, lines, beam_size=beam, min_length=1 << 20)
-        measured = searched(translator, search)
+        search = partial(translator.translate, lines, beam_size=beam, min_length=100_000)
+        measured = searched(search)
         return measured | {"tokens_per_second": sum(lengths) / measured["seconds"]}
 
     return run
