@@ -106,9 +106,8 @@ def translations(size: str) -> np.ndarray:
     """Return the greedy translations of random sources by a model with random parameters."""
     import jax
 
-    from flaxformer_min.config import ModelConfig
-    from flaxformer_min.decoding.batching import BatchRunner
-    from flaxformer_min.decoding.job import Options
+    from flaxformer_min.config import ModelConfig, SearchConfig
+    from flaxformer_min.decoding.batches import BatchRunner
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.tokens import Batch, one_sentence_per_row
 
@@ -120,10 +119,10 @@ def translations(size: str) -> np.ndarray:
         line: [*map(int, numbers.integers(4, VOCABULARY, numbers.integers(3, 20))), 3]
         for line in range(100)
     }
-    options = Options(beam_size=1, max_extra_tokens=10)
+    config = SearchConfig(beam_size=1, max_extra_tokens=10)
     found = np.zeros((len(sources), 64), np.int32)
-    runner = BatchRunner([model], [params], 64)
-    for lines, hypotheses in runner.search(sources, {line: [] for line in sources}, options):
+    runner = BatchRunner(model, params)
+    for lines, hypotheses in runner.search(sources, {line: [] for line in sources}, config):
         ids = np.asarray(hypotheses.ids)[: len(lines), 0]
         found[lines, : ids.shape[1]] = ids
     return found

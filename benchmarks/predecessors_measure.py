@@ -207,7 +207,7 @@ def cross_attention(translator: Translator, source: str, target: str) -> dict[st
     texts = (source, target)
     both = [tokenizer.encode(text) for tokenizer, text in zip(tokenizers, texts, strict=True)]
     batch = Batch(*(one_sentence_per_row(jnp.array([ids])) for ids in both))
-    variables = {"params": translator.runner.params[0]}
+    variables = {"params": translator.runner.params}
     _, state = translator.models[0].apply(variables, batch, mutable=["intermediates"])
     if "attention" in state["intermediates"]:
         weights = state["intermediates"]["attention"][0][0]

@@ -24,8 +24,8 @@ from predecessors_measure import (
 from flaxformer_min import (
     Config,
     DataConfig,
-    DecodingConfig,
     ModelConfig,
+    SearchConfig,
     TrainingConfig,
     Transformer,
     Translator,
@@ -170,7 +170,7 @@ class Job(NamedTuple):
                 save_every=self.steps,
                 keep_checkpoints=1,
             ),
-            decoding=DecodingConfig(beam_size=4, max_extra_tokens=20),
+            decoding=SearchConfig(beam_size=4, max_extra_tokens=20),
         )
 
     def train(self, study: Study) -> Any:
@@ -364,7 +364,7 @@ def gradients_of(study: Study, job: Job) -> dict[str, dict[int, float]]:
     model = translator.models[0]
     initial = model.init(jax.random.key(job.seed), batch)["params"]
     found = {}
-    for when, params in (("before", initial), ("after", translator.runner.params[0])):
+    for when, params in (("before", initial), ("after", translator.runner.params)):
         norms = np.asarray(gradient_norms(model, params, batch, 128))
         found[when] = norms_by_distance(norms, batch, DISTANCES)
     return found

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    SEARCH,
     Contender,
     Run,
     alternate,
@@ -28,17 +27,9 @@ from common import (
     peers_of,
     ratio,
     report,
-    searched,
 )
 
 OURS = "flaxformer_min"
-
-BLEU_TOLERANCE = {"float32": 0.2, "int8": 0.3, "float16": 0.3, "int8_float16": 0.3}
-"""Types of CTranslate2, and most that its BLEU may differ from ours.
-
-In float32 no model of Multi30k's size has differed by more than 0.13: hypotheses have the same
-log-probabilities, but a length penalty that divides them by another function of length.
-"""
 
 TYPES = {"cpu": ("float32", "int8"), "gpu": ("float16", "int8_float16")}
 """Types that CTranslate2 is measured with; ratios are to the first."""
@@ -69,22 +60,6 @@ def main(args: argparse.Namespace) -> None:
         f"{machine('jax', 'ctranslate2')}"
     )
     report(title, rows, args.json)
-    check_bleu(rows)
-
-
-def check_bleu(rows: Sequence[dict[str, Any]]) -> None:
-    """Exit with an error if CTranslate2's BLEU with a beam is not ours."""
-    ours = {row["beam"]: row["BLEU"] for row in rows if row["who"] == OURS}
-    for row in rows:
-        if row["beam"] == 1 or not row["who"].startswith("CTranslate2"):
-            continue
-        allowed = BLEU_TOLERANCE[row["who"].split()[1].rstrip(",")]
-        expected = ours[row["beam"]]
-        if abs(row["BLEU"] - expected) > allowed:
-            raise SystemExit(
-                f"BLEU of {row['who']} must be within {allowed} of ours, {expected:.2f}; got "
-                f"{row['BLEU']:.2f}."
-            )
 
 
 def describe(config: Any) -> str:
@@ -124,7 +99,6 @@ def measure(
                 "start and first run, s": contender.first_seconds,
                 "nothing compiled, s": uncompiled.get(contender.name),
                 "peak MB": last["peak"] / 1e6,
-                **{name: last.get(name) for name in SEARCH},
                 "BLEU": BLEU().corpus_score(last["found"], [list(references)]).score,
                 "equal": sum(map(str.__eq__, last["found"], first.runs[-1]["found"])),
             }
@@ -198,11 +172,11 @@ def ours(
     from flaxformer_min.decoding.translator import Translator
 
     translator = Translator.load(run, dtype=dtype)
-    translator.keep_programs()
 
     def timed() -> dict[str, Any]:
-        search = partial(translator.translate, lines, beam_size=beam, early_stopping=early_stopping)
-        return searched(translator, search) | {"peak": peak_memory()}
+        since = time.perf_counter()
+        found = translator.translate(lines, beam_size=beam, early_stopping=early_stopping)
+        return {"seconds": time.perf_counter() - since, "found": found, "peak": peak_memory()}
 
     return timed
 

@@ -162,7 +162,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
     class Ids:
         """A tokenizer of texts that are token ids already; see `prepare`."""
 
-        fingerprint = "ids"
+        fingerprint, vocab_size = "ids", settings["vocab_size"]
 
         def encode_batch(self, texts: list[str]) -> list[list[int]]:
             return [list(map(int, text.split())) for text in texts]
