@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--config", default="configs/wmt14_base.py")
     parser.add_argument("--rows", type=int, help="of a batch of all devices (default: the config)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["train"])
-    parser.add_argument("--sentences", type=int, default=128, help="on each device, of a search")
-    parser.add_argument("--source", type=int, default=32, help="tokens of a source, of a search")
+    parser.add_argument("--sentences", type=int, default=256, help="on each device, of a search")
+    parser.add_argument("--source", type=int, default=48, help="tokens of a source, of a search")
     parser.add_argument("--json", type=Path, help="write the tables here")
     parser.add_argument("--compare", type=Path, help="an earlier --json")
     parser.add_argument("--hlo", type=Path, help="folder for the optimised programs")
@@ -280,25 +280,32 @@ def evaluate(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
 
 
 def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
-    """Lower the search of a batch, which halves on the device."""
+    """Lower the search of a batch that halves, as `BatchRunner` runs it."""
     import jax
 
-    from flaxformer_min.decoding.batches import HALVINGS, _search, capacity_of
+    from flaxformer_min.decoding.batches import BatchRunner, SentenceBatch
     from flaxformer_min.model.target import compiling_for
     from flaxformer_min.runtime.devices import on_each_device
+    from flaxformer_min.tokens import EOS
 
-    rows, width = args.sentences, args.source
-    steps = width + config.decoding.max_extra_tokens
-    capacity = capacity_of(width, steps, config.decoding)
-    numbers, source = (
-        jax.ShapeDtypeStruct((len(devices), *sizes), np.int32) for sizes in ((rows,), (rows, width))
-    )
-    arrays = {"source": source, "max_length": numbers, "line": numbers}
-    arrays |= {"prefix": None, "seed": None}
+    class Lowering(BatchRunner):
+        """Takes shapes in place of parameters, and lowers a program instead of running it."""
+
+        def use_params(self, params):
+            self.params = params
+
+        def _program(self, key, program, arrays):
+            rows = args.sentences
+            arrays = jax.tree.map(lambda each: each.reshape(-1, rows, *each.shape[1:]), arrays)
+            return on_each_device(program, devices, 1).lower(self.params, arrays)
+
+    lines = list(range(args.sentences * len(devices)))
+    sources = {line: [EOS] * args.source for line in lines}
+    batch = SentenceBatch(lines, len(lines), args.source)
     with compiling_for(devices):
-        model, params = suited_model(config, devices)
-        program = partial(_search, model, config.decoding, steps, capacity, HALVINGS, True)
-        return on_each_device(program, devices, 1).lower(params, arrays)
+        runner = Lowering(*suited_model(config, devices))
+        runner.devices = devices
+        return runner._prepare(sources, {}, 0, config.decoding, True, False, batch)
 
 
 def suited_model(config: Any, devices: list[Any]) -> tuple[Any, Any]:
@@ -318,8 +325,9 @@ def search_figures(
 ) -> dict[str, float]:
     """Return the dearest turn of a loop, which is a step of decoding, and its lower bound.
 
-    It is one of the whole batch. It reads the weights of the decoder and, of each sentence, the
-    keys and values of the source and of the tokens so far: here, of as many as the source has.
+    It is a step of the whole batch, before it halves. It reads the weights of the decoder and, of
+    each sentence, the keys and values of the source and of the tokens so far: here, of as many as
+    the source has.
     """
     sizes, beam = config.model, config.decoding.beam_size
     d, layers = sizes.d_model, sizes.num_layers

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 SIZES = {
+    "tiny": {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2},
     "multi30k": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
     "wide": {"num_layers": 2, "d_model": 512, "d_ff": 2048, "num_heads": 8},
     "base": {"num_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8},
     "big": {"num_layers": 6, "d_model": 1024, "d_ff": 4096, "num_heads": 16},
 }
-"""Sizes of the model of configs/multi30k_en_de.py, of two layers as wide as the paper's, for a CPU,
-and of the paper's models; all but the vocabulary."""
+"""Sizes without the vocabulary: one to try a benchmark, the model of configs/multi30k_en_de.py, two
+layers as wide as the paper's, for a CPU, and the paper's models."""
 
 Run = Callable[[], Mapping[str, Any]]
 """One timed run of a contender: returns "seconds" and its work, as "tokens"."""
@@ -174,7 +175,7 @@ def _kill(process: BaseProcess) -> None:
 def peak_memory() -> int:
     """Return the peak of this process's resident memory in bytes.
 
-    `resource.getrusage` would tell the parent's peak at the start of this process, if it is more.
+    `resource.getrusage` would return the parent's peak at the start of this process, if it is more.
     """
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
@@ -187,13 +188,6 @@ def alternate(contenders: Sequence[Contender], rounds: int) -> None:
             contender.run()
         seconds = "  ".join(f"{c.name} {c.runs[-1]['seconds']:.2f} s" for c in contenders)
         print(f"round {number + 1}: {seconds}", file=sys.stderr, flush=True)
-
-
-def searched(search: Callable[[], Any]) -> dict[str, Any]:
-    """Time a search."""
-    since = time.perf_counter()
-    found = search()
-    return {"seconds": time.perf_counter() - since, "found": found}
 
 
 def fastest(tried: Sequence[Contender]) -> Contender:

@@ -190,10 +190,12 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
 
 
 def run(*arguments, **environment):
+    """Run it without the tests' own XLA_FLAGS, some of which libtpu does not know."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "benchmarks/accelerators.py", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": paths, "XLA_FLAGS": "", **environment},
         capture_output=True,
         text=True,
     )
@@ -208,26 +210,55 @@ def test_a_target_without_its_compiler_is_an_error_that_names_the_extra(monkeypa
             accelerators.devices_of(target)
 
 
+SMALL = (
+    *("--programs", "train", "eval", "search", "--rows", "16", "--sentences", "32"),
+    *("--model.num-layers", "1", "--model.d-model", "128", "--model.d-ff", "256"),
+    *("--model.num-heads", "2", "--model.vocab-size", "512", "--model.dtype", "bfloat16"),
+)
+
+
+def needs(package, extra):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"needs the extra {extra}"
+    )
+
+
+def figures_of(file):
+    return {row["figure"]: row for row in json.loads(file.read_text())["programs"]}
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot")
+@needs("libtpu", "aot")
 def test_a_small_model_compiles_for_a_tpu(tmp_path):
     """Training, evaluation and search, each with memory, an estimate and its dearest groups."""
     found = run(
-        *("--target", "v5e:2x4", "--rows", "16", "--json", str(tmp_path / "found.json")),
-        *("--programs", "train", "eval", "search", "--sentences", "8"),
-        *("--model.num-layers", "1", "--model.d-model", "128", "--model.d-ff", "256"),
-        *("--model.num-heads", "2", "--model.vocab-size", "512", "--model.dtype", "bfloat16"),
+        *("--target", "v5e:2x4", *SMALL, "--json", str(tmp_path / "found.json")),
+        *("--hlo", str(tmp_path)),
         LIBTPU_INIT_ARGS="--xla_tpu_prefuse_self_attention=true",
     )
     assert found.returncode == 0, found.stderr
     assert ", --xla_tpu_prefuse_self_attention=true, compiled" in found.stdout
-    tables = json.loads((tmp_path / "found.json").read_text())
-    figures = {row["figure"]: row for row in tables["programs"]}
+    figures = figures_of(tmp_path / "found.json")
     assert 0 < figures["MFU, %"]["train"] < 100
     # Three times the forward pass, by definition.
     forward = figures["model TFLOP"]["eval"]
     assert figures["model TFLOP"]["train"] == pytest.approx(3 * forward)
     assert figures["collectives"]["train"] >= 1
     assert figures["a step, ms"]["search"] > 0
+    program = hlo.parse((tmp_path / "v5e-2x4-search.txt").read_text())
+    steps = [turns for _, turns, _ in hlo.loops(program) if turns is None]
+    assert len(steps) == 3, "the loop of a batch of 32 sentences, of half and of a quarter"
+    tables = json.loads((tmp_path / "found.json").read_text())
     shares = [row["share, %"] for row in tables["dearest groups"] if row["program"] == "train"]
     assert shares == sorted(shares, reverse=True) and sum(shares) <= 100
+
+
+@pytest.mark.slow
+@needs("jax_cuda12_plugin", "cuda")
+def test_a_small_model_compiles_for_a_gpu(tmp_path):
+    """Training, evaluation and search, each with its kernels and the bytes that they move."""
+    found = run("--target", "h100:1", *SMALL, "--json", str(tmp_path / "found.json"))
+    assert found.returncode == 0, found.stderr
+    figures = figures_of(tmp_path / "found.json")
+    for program in ("train", "eval", "search"):
+        assert figures["kernels"][program] > 0 and figures["moved, GB"][program] > 0

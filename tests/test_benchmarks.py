@@ -1,75 +1,136 @@
-"""Every benchmark runs, at its smallest sizes; the figures are those of nothing.
+"""Every benchmark runs: each is called at a tiny size, with peers where they are installed.
 
-Those of accelerators, ablations, crashes and predecessors have tests of their own.
+Those that are not here have a test file of their own, or a test in test_faults.py.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import make_tiny_run
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tiny_run import LINES, make_tiny_run
+
+from benchmarks.crash import write_corpus
+from flaxformer_min.config import DataConfig, SearchConfig
 
 pytestmark = pytest.mark.slow
 
-
-def run(line):
-    """Run a benchmark, which chooses its own caches and compiler options."""
-    chosen = ("JAX_", "XLA_", "XDG_")
-    environment = {name: value for name, value in os.environ.items() if name[:4] not in chosen}
-    done = subprocess.run(
-        [sys.executable, *line.split()],
-        cwd=ROOT / "benchmarks",
-        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+TINY = "--size", "tiny", "--rounds", "1"
 
 
-def measured(tmp_path, line):
-    """Run a benchmark; return what it wrote."""
-    run(f"{line} --json {tmp_path}/out.json")
-    return json.loads((tmp_path / "out.json").read_text())
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """The options that name a small corpus, and a vocabulary that suits it."""
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 200, "val": 8, "test": 20})
+    return "--corpus", corpus, "--languages", "en-es", "--vocab-size", "280"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "decoding.py --sentences 12 --no-peers --rounds 1 --beam-sizes 1 2",
-        "training.py --tokens 128 --steps 1 --rounds 1 --no-peers",
-        "data.py --pairs 200 --seconds 0.2 --workers 0 --consumes 100",
-        "correctness.py --device cpu --steps 1",
-        "scaling.py --quick --axes layers",
-    ],
-)
-def test_a_benchmark_measures_something(tmp_path, line):
-    assert measured(tmp_path, line)
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run the main function of a benchmark with these options, and return what it prints."""
+
+    def call(name, *options):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
+        assert not __import__(name).main()
+        return capsys.readouterr().out
+
+    return call
 
 
-def test_a_run_is_measured_beside_ctranslate2(tmp_path):
-    """Whatever the two of them find: a model of random weights is no measure of either."""
+@pytest.fixture(params=["alone", "beside PyTorch"])
+def peers(request):
+    """The options to measure with and without peers."""
+    if request.param == "alone":
+        return ("--no-peers",)
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    return ()
+
+
+def test_decoding_gives_each_translation_the_length_of_its_reference(call, text, peers):
+    """Which the benchmark asserts."""
+    options = "--sentences", "20", "--batch-size", "16", "--beam-sizes", "4"
+    out = call("decoding", *text, *TINY, *options, *peers)
+    assert "| flaxformer_min " in out
+    assert ("Marian" in out) == (not peers)
+
+
+def test_training_runs(call, text, peers):
+    options = "--tokens", "64", "--row-lengths", "16", "16", "--steps", "2", "--patience", "0.02"
+    out = call("training", *text, *TINY, *options, *peers)
+    assert ("PyTorch eager" in out) == (not peers)
+
+
+def test_a_trained_run_is_measured_beside_ctranslate2(call, text, tmp_path):
     pytest.importorskip("ctranslate2")
-    folder = make_tiny_run(tmp_path / "run")
-    line = f"decoding.py --run {folder} --languages en-ko --sentences 12 --rounds 1 --beam-sizes 2"
-    assert "CTranslate2" in json.dumps(measured(tmp_path, line))
+    decoding = SearchConfig(max_extra_tokens=4)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, data=DataConfig(languages="en-es"))
+    out = call("decoding", *text[:2], *TINY, "--run", run, "--beam-sizes", "1")
+    for row in ("flaxformer_min", "bfloat16", "CTranslate2 float32", "CTranslate2 int8"):
+        assert row in out
 
 
-def test_the_kinds_of_phrases_are_counted(tmp_path):
-    assert measured(tmp_path, f"phrases.py {ROOT / 'tests' / 'data' / 'golden_run'}")
+def test_an_imported_model_is_measured_beside_hugging_face(call, text):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    out = call("opus", *text, *TINY, "--sentences", "2", "--beam-sizes", "2")
+    assert "generate" in out
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
-def test_an_opus_model_is_measured(tmp_path):
-    assert measured(tmp_path, "opus.py --sentences 4 --rounds 1")
+def test_ours_of_an_imported_model_translates(tmp_path):
+    import opus
+
+    found = opus.ours(make_tiny_run(tmp_path / "run"), LINES[:2], 1)()["found"]
+    assert len(found) == 2
 
 
-@pytest.mark.parametrize("line", ["fuzz.py --cases 2", "startup.py --rounds 1"])
-def test_a_program_of_checks_runs(line):
-    run(line)
+def test_a_device_agrees_with_a_cpu(call):
+    out = call("correctness", "--device", "cpu", "--size", "tiny", "--steps", "1")
+    assert out.count(" yes ") == 3
+
+
+def test_the_data_pipeline_is_measured(call, text):
+    options = "--pairs", "400", "--rows", "4", "--workers", "0", "2", "--seconds", "0.1"
+    assert "Delivering" in call("data", *text, *options)
+
+
+def test_starts_are_measured(call, text):
+    sizes = "--model.vocab-size", "280", "--model.num-layers", "1", "--model.d-ff", "32"
+    data = "--data.corpus", text[1], "--data.languages", "en-es"
+    assert "programs compiled" in call("startup", "--rounds", "1", *data, *sizes)
+
+
+def test_phrases_are_counted_by_kind(call, tmp_path):
+    data = DataConfig("cldr:en-ko", languages="en-ko")
+    decoding = SearchConfig(beam_size=1, max_extra_tokens=1)
+    run = make_tiny_run(tmp_path / "run", data=data, decoding=decoding)
+    assert "| all " in call("phrases", run)
+
+
+def test_scaling_is_measured_and_drawn(call, tmp_path, monkeypatch):
+    import scaling
+
+    points = [scaling.Point(length=8, batch=n, vocabulary=50, depth=1) for n in (2, 4)]
+    monkeypatch.setattr(scaling, "AXES", {"batch": points})
+    picture = tmp_path / "scaling.svg"
+    assert "exponent" in call("scaling", "--steps", "1", "--picture", picture)
+    assert picture.exists()
+
+
+def test_a_recurrent_model_is_trained_translates_and_is_looked_into(tmp_path, monkeypatch):
+    """The parts of predecessors.py that its own tests replace by stand-ins."""
+    import predecessors_study as study
+
+    monkeypatch.setattr(study, "COPIES", {"train": 200, "validation": 24, "test": 2})
+    monkeypatch.setattr(study.Study, "pairs", lambda self, task, split: study.copies(split))
+    monkeypatch.setattr(study, "best_rate", lambda *_: 0.005)
+    some = study.Study("", "", tmp_path, lambda: False)
+    job = study.job_of(some, "copy", "attention", 0, steps=2)
+    assert len(job.measure(some)["translations"]) == 2
+    assert study.gradients_of(some, job)["after"]
+    source, target = study.copies("test")[0]
+    looked = study.cross_attention(study.restored(some, job), source, target)
+    assert len(looked["weights"]) == len(looked["target"])
