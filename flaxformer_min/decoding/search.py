@@ -234,15 +234,13 @@ def search(
     apply = partial(model.apply, {"params": params})
     if prefix is None:
         prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
-    if steps is None:
-        steps = source.shape[1] + config.max_extra_tokens
+    steps = steps or source.shape[1] + config.max_extra_tokens
     if max_length is None:
         max_length = (source != PAD).sum(1, dtype=jnp.int32) + config.max_extra_tokens
     room = steps * config.beam_size
     capacity = room if capacity is None else min(capacity, room)
     cross, cache, log_probs = _prefill(apply, source, prefix, capacity, config)
-    caches = cache if isinstance(cache, EnsembleCache) else (cache,)
-    if not all(hasattr(each, "is_full") for each in caches):
+    if not _can_fill(cache):
         cache, capacity = cache.resize(prefix.shape[1] + room), room
     sentences = _begin(source, prefix, log_probs.sum(1), keys, max_length, steps, config)
     state = State(jnp.int32(0), sentences, cross, cache)
@@ -278,6 +276,12 @@ def _prefill(
         is_leaf=lambda each: isinstance(each, KeyValue),
     )
     return cross, cache, log_probs
+
+
+def _can_fill(cache: Any) -> bool:
+    """Return whether a cache knows when it is full; another needs all the room from the start."""
+    caches = cache if isinstance(cache, EnsembleCache) else (cache,)
+    return all(hasattr(each, "is_full") for each in caches)
 
 
 def _begin(
