@@ -168,7 +168,7 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
     model = Transformer(ModelConfig(**sizes, **options))
     other = Transformer(ModelConfig(**sizes, **options, attention=attention, remat=remat))
     config = Config(model=model.config)
-    state = jax.jit(lambda: initial_state(model, config, jax.numpy.uint32(3), 1, 1))()
+    state = jax.jit(lambda: initial_state(model, config, jax.numpy.uint32(3)))()
     numbers, segments = np.random.default_rng(0), np.repeat([[1, 1, 1, 2, 2, 0]], 4, 0)
     positions = np.repeat([[0, 1, 2, 0, 1, 0]], 4, 0)
     sides = (

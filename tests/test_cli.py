@@ -870,9 +870,9 @@ def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
     """Nor for the thread that runs it, as Python would at its end."""
     program = (
         "import sys, time; from flaxformer_min import cli;"
-        "from flaxformer_min.decoding.scheduling import PoolScheduler;"
+        "from flaxformer_min.decoding.batches import BatchRunner;"
         "say = lambda: print('running', file=sys.stderr, flush=True);"
-        "PoolScheduler.run = lambda self, launched: (launched.set(), say(), time.sleep(600));"
+        "BatchRunner._prepare = lambda *_: lambda: (say(), time.sleep(600));"
         "sys.argv[1:] = ['translate', sys.argv[1]]; sys.exit(cli.main())"
     )
     command = [sys.executable, "-c", program, str(paths["run"])]
