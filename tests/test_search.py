@@ -631,6 +631,11 @@ def test_settings_without_sense_are_refused(wrong, message):
         SearchConfig(**wrong)
 
 
+def test_a_search_without_a_step_is_refused():
+    with pytest.raises(ValueError, match="steps must be at least 1, for EOS; got 0"):
+        find(random_table(), [0], [3], steps=0)
+
+
 def test_a_vocabulary_of_special_tokens_alone_is_refused():
     with pytest.raises(ValueError, match="more than the special tokens, which are 4; got 4"):
         find(random_table(4), [0], [3])

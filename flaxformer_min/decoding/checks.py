@@ -10,8 +10,12 @@ from flaxformer_min.decoding.choices import FIRST_REGULAR_ID
 from flaxformer_min.runtime.generator import GENERATOR
 
 
-def check_keys(config: SearchConfig, keys: Key[Array, " batch"] | None, batch: int) -> None:
-    """Raise ValueError unless there is a key for each sentence to sample, and none otherwise."""
+def check_begin(
+    config: SearchConfig, keys: Key[Array, " batch"] | None, batch: int, steps: int
+) -> None:
+    """Raise ValueError unless there is a step to take, and a key for each sentence to sample."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, for EOS; got {steps}. Allow more new tokens.")
     if not config.sample:
         if keys is not None:
             raise ValueError("keys are for samples; got keys without sample=True in the config.")

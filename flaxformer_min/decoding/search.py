@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from flaxformer_min.config import SearchConfig
-from flaxformer_min.decoding.checks import check_keys, check_vocabulary
+from flaxformer_min.decoding.checks import check_begin, check_vocabulary
 from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
 from flaxformer_min.decoding.ensemble import EnsembleCache
 from flaxformer_min.model.key_value import KeyValue
@@ -230,11 +230,12 @@ def search(
     >>> found.ids.shape, bool((found.score[:, 0] >= found.score[:, 1]).all())
     ((2, 2, 4), True)
     """
-    check_keys(config, keys, source.shape[0])
     apply = partial(model.apply, {"params": params})
     if prefix is None:
         prefix = jnp.zeros((source.shape[0], 0), jnp.int32)
-    steps = steps or source.shape[1] + config.max_extra_tokens
+    if steps is None:
+        steps = source.shape[1] + config.max_extra_tokens
+    check_begin(config, keys, source.shape[0], steps)
     if max_length is None:
         max_length = (source != PAD).sum(1, dtype=jnp.int32) + config.max_extra_tokens
     room = steps * config.beam_size
@@ -253,10 +254,13 @@ def search(
         if rest:
             capacity = min(2 * capacity, room)
             state = _halve(state, rest, prefix.shape[1] + capacity)
-    if scores or config.beam_size > 1:
-        return found
-    no_score = jnp.where(found.log_prob > -jnp.inf, jnp.nan, -jnp.inf)
-    return found._replace(log_prob=no_score, score=no_score)
+    return found if scores or config.beam_size > 1 else _without_scores(found)
+
+
+def _without_scores(found: Hypotheses) -> Hypotheses:
+    """Return hypotheses with NaN in place of numbers that are no scores."""
+    nothing = jnp.where(found.log_prob > -jnp.inf, jnp.nan, -jnp.inf)
+    return found._replace(log_prob=nothing, score=nothing)
 
 
 def _prefill(
