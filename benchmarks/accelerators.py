@@ -284,7 +284,7 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
     import jax
 
     from flaxformer_min.decoding.batches import BatchRunner, SentenceBatch
-    from flaxformer_min.model.target import compiling_for
+    from flaxformer_min.kernels.backend import compiling_for
     from flaxformer_min.runtime.devices import on_each_device
     from flaxformer_min.tokens import EOS
 
@@ -312,11 +312,11 @@ def suited_model(config: Any, devices: list[Any]) -> tuple[Any, Any]:
     """Return the model and the shapes of its parameters as `Translator.load` suits them."""
     import jax
 
-    from flaxformer_min.decoding.models import suited_to_device
+    from flaxformer_min.decoding.models import prepare_for_decoding
 
     model, state = model_and_state(config)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
-    model, params = suited_to_device(model, zeros)
+    model, params = prepare_for_decoding(model, zeros)
     return model, jax.eval_shape(lambda: params)
 
 

@@ -172,7 +172,7 @@ def ours(
 
     from flaxformer_min import Batch, ModelConfig, SearchConfig, Transformer, one_sentence_per_row
     from flaxformer_min.decoding.batches import BatchRunner
-    from flaxformer_min.decoding.models import suited_to_device
+    from flaxformer_min.decoding.models import prepare_for_decoding
     from flaxformer_min.decoding.translator import Translator
     from flaxformer_min.tokens import PAD
 
@@ -195,7 +195,7 @@ def ours(
                 yield batch, found
 
     tokenizers = tokenizer, tokenizer
-    model, params = suited_to_device(Transformer(config), params)  # as `Translator.load` does
+    model, params = prepare_for_decoding(Transformer(config), params)  # as `Translator.load` does
     translator = Translator([model], [params], tokenizers, decoding)
     translator.runner = Limited(translator.models[0], params)
 

@@ -94,8 +94,7 @@ class ModelConfig:
     """h, the number of attention heads; each is d_model / num_heads wide."""
 
     dropout: float = setting(0.1, at_least=0, less_than=1)
-    """P_drop, applied to embeddings and to the output of each sub-layer (section 5.4). Rounded to a
-    multiple of 1/256: 0.1 drops 10.2 %."""
+    """P_drop, applied to embeddings and to the output of each sub-layer (section 5.4)."""
 
     attention_dropout: float = setting(0.0, at_least=0, less_than=1)
     """Dropout of attention weights; not in the paper."""
@@ -155,13 +154,6 @@ class ModelConfig:
                 "model.max_positions must be given for positional_encoding='learned', and only for "
                 f"it; got {self.max_positions} with {self.positional_encoding!r}."
             )
-        for name in DROPOUTS:
-            if 0 < getattr(self, name) <= 1 / 512:
-                raise ValueError(
-                    f"model.{name} must be 0 or more than 1/512, because one random byte decides "
-                    "whether a value is dropped, and a lower rate would drop nothing; got "
-                    f"{getattr(self, name)}."
-                )
         if self.d_model % self.num_heads:
             raise ValueError(
                 "model.d_model must be a multiple of model.num_heads, so that the heads share it "

@@ -32,6 +32,17 @@ class Batch(NamedTuple):
     target: Tokens
 
 
+class Places(NamedTuple):
+    """Where the vectors of tokens stand.
+
+    positions: of each token in its own sentence.
+    rows:      the number of each row, by which dropout draws its masks; None: 0, 1, 2, ...
+    """
+
+    positions: Int[Array, "batch length"]
+    rows: Int[Array, " batch"] | None = None
+
+
 def one_sentence_per_row(ids: Int[Array, "*batch length"]) -> Tokens:
     """Return the tokens of unpacked rows: one sentence each, padded at the end with PAD.
 

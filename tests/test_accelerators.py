@@ -158,7 +158,7 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
     import jax
 
     from flaxformer_min.config import Config, ModelConfig
-    from flaxformer_min.model.target import compiling_for
+    from flaxformer_min.kernels.backend import compiling_for
     from flaxformer_min.model.transformer import Transformer
     from flaxformer_min.tokens import Batch, Tokens
     from flaxformer_min.training.step import gradient_sums, initial_state, randomness

@@ -12,19 +12,17 @@ import reference
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.kernels import attention as kernels
+from flaxformer_min.kernels.attention import attention_by_blocks, fused_attention
+from flaxformer_min.kernels.backend import compiling_for
+from flaxformer_min.kernels.key_value import KeyValue
 from flaxformer_min.model import attention
 from flaxformer_min.model.attention import (
-    attention_by_blocks,
     attention_weights,
-    batched_attention_weights,
     batched_scaled_dot_product_attention,
-    batched_weighted_sum,
-    fused_attention,
     scaled_dot_product_attention,
 )
-from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.model.target import compiling_for, store_at
 
 BATCH, HEADS, QUERIES, KEYS, D_K, D_V = 2, 3, 5, 7, 11, 13
 
@@ -61,13 +59,11 @@ def test_the_batched_attention_is_the_same_for_every_head_of_every_sentence(head
     output, weights = batched_scaled_dot_product_attention(query, key, value, mask)
     assert output.shape == (BATCH, HEADS, QUERIES, D_V)
     assert weights.shape == (BATCH, HEADS, QUERIES, KEYS)
-    apart = batched_weighted_sum(batched_attention_weights(query, key, mask), value)
     for b in range(BATCH):
         for h in range(HEADS):
             one = [np.asarray(x[b, h], np.float64) for x in (query, key, value)]
             expected = reference.attention(*one, mask[b])
             assert_allclose(output[b, h], expected, rtol=1e-5, atol=1e-6)
-            assert_allclose(apart[b, h], expected, rtol=1e-5, atol=1e-6)
             expected = reference.attention_weights(*one[:2], mask[b])
             assert_allclose(weights[b, h], expected, rtol=1e-5)
 
@@ -75,7 +71,7 @@ def test_the_batched_attention_is_the_same_for_every_head_of_every_sentence(head
 def test_weights_sum_to_one_and_a_masked_key_gets_exactly_zero(heads):
     """Section 3.2.3: a masked key has no share at all."""
     query, key, _, mask = heads
-    weights = batched_attention_weights(query, key, mask)
+    _, weights = batched_scaled_dot_product_attention(query, key, key, mask)
     assert (np.asarray(weights)[np.broadcast_to(~mask[:, None], weights.shape)] == 0).all()
     sums = np.broadcast_to(mask.any(-1)[:, None], weights.shape[:-1])
     assert_allclose(weights.sum(-1), sums, rtol=1e-6)
@@ -145,13 +141,16 @@ def output_and_gradients(attend, mask, *arrays):
     return output, jnp.where(is_read, output, 0), *back(jnp.where(is_read, jnp.cos(output), 0))
 
 
-@pytest.mark.parametrize("attend", [fused_attention, attention_by_blocks])
+by_blocks = partial(attention_by_blocks, batched_scaled_dot_product_attention)
+
+
+@pytest.mark.parametrize("attend", [fused_attention, by_blocks], ids=["fused", "by blocks"])
 @pytest.mark.parametrize(
     "dtype, error", [("float32", 1e-6), pytest.param("bfloat16", 2**-7, marks=pytest.mark.slow)]
 )
 def test_attention_without_its_weights_is_attention(heads, dtype, error, attend, monkeypatch):
     """Equation 1 and its gradients; a query that may attend to nothing makes no NaN."""
-    monkeypatch.setattr(attention, "BLOCK", 1)
+    monkeypatch.setattr(kernels, "BLOCK", 1)
     query, key, value = (x[..., :D_K].astype(dtype) for x in heads[:3])
     (_, *expecteds), (output, *founds) = (
         output_and_gradients(each, heads[3], query, key, value)
@@ -166,13 +165,13 @@ def test_attention_without_its_weights_is_attention(heads, dtype, error, attend,
 
 @pytest.mark.parametrize(
     "attend, expected",
-    [(attention_by_blocks, 0), (fused_attention, 2.5)],
+    [(by_blocks, 0), (fused_attention, 2.5)],
     ids=["by blocks", "fused"],
 )
 def test_a_query_that_may_attend_to_nothing_gives_zeros_or_if_fused_the_mean(
     attend, expected, monkeypatch
 ):
-    monkeypatch.setattr(attention, "BLOCK", 1)
+    monkeypatch.setattr(kernels, "BLOCK", 1)
     value = jnp.array([[[[1.0], [4.0]]]])
     output = attend(value, value, value, jnp.zeros((1, 2, 2), bool))
     assert_allclose(output, np.full((1, 1, 2, 1), expected), rtol=1e-6)
@@ -221,34 +220,28 @@ def test_flash_attention_is_requested_only_where_it_is_supported(
     assert requested == ["cudnn" if supported else "xla"]
 
 
-@pytest.mark.parametrize("queries", [1, 2])
-def test_stored_keys_and_values_are_at_each_sentences_own_entries(queries):
-    """The others do not change, nor when it is resized."""
-    empty = KeyValue.of(*(jnp.zeros((2, 1, 5, 3)),) * 2).suited_to(queries)
-    new = KeyValue.of(jnp.ones((2, 1, 2, 3)), jnp.full((2, 1, 2, 3), 7.0))
-    after = empty.store(new, jnp.array([[2, 4], [1, 0]]))
-    expected = np.array([[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
-    assert_array_equal(np.asarray(after.keys)[:, 0, :, 0], expected)
-    assert_array_equal(np.asarray(after.values)[:, 0, :, 2], 7 * expected)
-    for size in (3, 7):
-        resized = after.resize(size)
-        assert type(resized) is type(empty)
-        cut = np.pad(expected, ((0, 0), (0, 2)))[:, :size]
-        assert_array_equal(np.asarray(resized.keys)[:, 0, :, 0], cut)
-        assert_array_equal(np.asarray(resized.values)[:, 0, :, 2], 7 * cut)
-
-
-@pytest.mark.parametrize(
-    "platform, queries, shape",
-    [("cpu", 1, (2, 3, 5, 4)), ("cpu", 2, (2, 3, 4, 5)), ("tpu", 1, (2, 3, 4, 5))],
-)
-def test_only_for_one_query_on_a_cpu_keys_are_stored_as_values_are(platform, queries, shape):
-    keys, values = (np.random.default_rng(n).normal(size=(2, 3, 5, 4)) for n in (0, 1))
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_each_sentence_stores_keys_and_values_at_its_own_positions(platform):
+    """In a numpy loop. Nothing else changes, nor when the cache is resized."""
+    rng = np.random.default_rng(0)
+    stored = [rng.normal(size=(3, 2, 12, d)).astype(np.float32) for d in (4, 5)]
+    new = [rng.normal(size=(3, 2, 2, d)).astype(np.float32) for d in (4, 5)]
+    expected = [each.copy() for each in stored]
+    positions = np.array([[0, 1], [11, 6], [10, 3]], np.int32)
+    for side in (0, 1):
+        for sentence, both in enumerate(positions):
+            for number, position in enumerate(both):
+                expected[side][sentence, :, position] = new[side][sentence, :, number]
     with compiling_for([SimpleNamespace(platform=platform)]):
-        suited = KeyValue.of(jnp.asarray(keys), jnp.asarray(values)).suited_to(queries)
-    assert suited.stored_keys.shape == shape
-    for found, given in ((suited.keys, keys), (suited.values, values)):
-        assert_array_equal(found, np.float32(given))
+        after = KeyValue(*map(jnp.asarray, stored)).store(
+            KeyValue(*map(jnp.asarray, new)), jnp.asarray(positions)
+        )
+    for found, side in zip(after, expected, strict=True):
+        assert_array_equal(found, side)
+    for size in (5, 14):
+        for found, side in zip(after.resize(size), expected, strict=True):
+            cut = np.pad(side, ((0, 0), (0, 0), (0, 2), (0, 0)))[:, :, :size]
+            assert_array_equal(found, cut)
 
 
 MASKS = {
@@ -322,20 +315,3 @@ def test_multi_head_attention_is_its_heads_side_by_side_and_projected(device):
         )
         assert_allclose(output[0], expected, rtol=1e-5, atol=1e-6)
         assert_allclose(state["intermediates"]["weights"][0][0], weights, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_each_sentence_stores_at_its_own_entries(platform):
-    """In a numpy loop; a TPU writes everything, but changes nothing else."""
-    rng = np.random.default_rng(0)
-    stored = rng.normal(size=(3, 2, 4, 12)).astype(np.float32)
-    new = rng.normal(size=(3, 2, 4, 2)).astype(np.float32)
-    expected, entries = stored.copy(), np.array([[0, 1], [11, 6], [10, 3]], np.int32)
-    for sentence, both in enumerate(entries):
-        for number, entry in enumerate(both):
-            expected[sentence, :, :, entry] = new[sentence, :, :, number]
-    arrays = [jnp.asarray(each) for each in (stored, new, entries)]
-    swapped = [*(each.swapaxes(2, 3) for each in arrays[:2]), arrays[2]]
-    with compiling_for([SimpleNamespace(platform=platform)]):
-        assert_array_equal(store_at(*arrays, axis=2), expected)
-        assert_array_equal(store_at(*swapped, axis=1), expected.swapaxes(2, 3))

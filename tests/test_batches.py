@@ -16,7 +16,7 @@ from flaxformer_min.config import ModelConfig, SearchConfig
 from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.batches import FEW, ROWS, WIDTHS, BatchRunner, capacity_of, cut
 from flaxformer_min.decoding.ensemble import Ensemble
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS
 

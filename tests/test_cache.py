@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from flaxformer_min.kernels.key_value import KeyValue
 from flaxformer_min.model.cache import Cache, free_entries
-from flaxformer_min.model.key_value import KeyValue
 
 BATCH, BEAM = 3, 3
 
 
 def empty(entries):
     zeros = jnp.zeros((BATCH, 1, entries, 1))
-    kv = KeyValue.of(zeros, zeros)
+    kv = KeyValue(zeros, zeros)
     return Cache((kv,), jnp.zeros((BATCH, BEAM, entries), bool), jnp.zeros(BATCH, jnp.int32))
 
 
@@ -23,7 +23,7 @@ def read(cache, tokens):
     """Store the newest token of each hypothesis, as a decoding step does."""
     visible, entries = cache.claim()
     new = tokens[:, None, :, None].astype(jnp.float32)
-    kv = cache.self_attention_kv[0].store(KeyValue.of(new, new), entries)
+    kv = cache.self_attention_kv[0].store(KeyValue(new, new), entries)
     return Cache((kv,), visible, cache.positions + 1)
 
 

@@ -120,12 +120,6 @@ REFUSED = [  # and the table of test_bad_input.py
     (TrainingConfig, dict(clip_norm="1"), "training.clip_norm must be a number or none; got '1'."),
     # out of range
     (
-        ModelConfig,
-        dict(attention_dropout=1 / 512),
-        "model.attention_dropout must be 0 or more than 1/512, because one random byte decides "
-        "whether a value is dropped, and a lower rate would drop nothing; got 0.001953125.",
-    ),
-    (
         SearchConfig,
         dict(length_penalty=10.5),
         "decoding.length_penalty must be at most 10; got 10.5.",

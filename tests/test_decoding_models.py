@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.decoding.models import suited_to_device
+from flaxformer_min.decoding.models import prepare_for_decoding
+from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.model.embedding import OUTPUT_KERNEL
 from flaxformer_min.model.linear import Linear
-from flaxformer_min.model.target import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 
@@ -47,7 +47,7 @@ def test_a_product_with_a_bfloat16_kernel_rounds_its_operands_and_sums_in_float3
 @pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
 def test_on_a_cpu_a_bfloat16_model_has_bfloat16_products_with_weights_alone(embeddings):
     model, params = model_and_params(dtype="bfloat16", embeddings=embeddings)
-    suited, suited_params = suited_to_device(model, params)
+    suited, suited_params = prepare_for_decoding(model, params)
     assert suited.config.dtype == "float32"
     for path, leaf in paths(suited_params).items():
         in_bfloat16 = path.endswith(("/kernel", OUTPUT_KERNEL))
@@ -67,7 +67,7 @@ def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_log
     embeddings,
 ):
     model, params = model_and_params(dtype="float32", embeddings=embeddings)
-    suited, suited_params = suited_to_device(model, params)
+    suited, suited_params = prepare_for_decoding(model, params)
     added = {path: x for path, x in paths(suited_params).items() if path not in paths(params)}
     tied = {"shared": "embedding", "target_tied": "target_embedding"}.get(embeddings)
     assert [*added] == ([f"{tied}/{OUTPUT_KERNEL}"] if tied else [])
@@ -86,7 +86,7 @@ def test_on_accelerators_a_bfloat16_model_stores_the_weights_that_it_multiplies(
 ):
     model, params = model_and_params(dtype="bfloat16", embeddings=embeddings)
     with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
-        kept, suited_params = suited_to_device(model, params)
+        kept, suited_params = prepare_for_decoding(model, params)
         found = kept.apply({"params": suited_params}, BATCH)
         expected = model.apply({"params": params}, BATCH)
     assert kept is model
@@ -99,5 +99,5 @@ def test_on_accelerators_a_bfloat16_model_stores_the_weights_that_it_multiplies(
 def test_accelerators_keep_a_float32_model_and_its_parameters():
     model, params = model_and_params(dtype="float32")
     with compiling_for([SimpleNamespace(platform="tpu")]):
-        kept, kept_params = suited_to_device(model, params)
+        kept, kept_params = prepare_for_decoding(model, params)
     assert kept is model and kept_params is params

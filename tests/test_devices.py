@@ -7,15 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
-from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.target import (
+from flaxformer_min.kernels.backend import (
+    backend,
     compiling_for,
     compute_dtype,
-    in_few_kernels,
-    target_platform,
 )
 from flaxformer_min.runtime import devices
 from flaxformer_min.runtime.devices import configure_cpu_devices
@@ -288,21 +285,7 @@ def test_automatic_settings_are_those_of_the_device_that_a_program_is_compiled_f
 ):
     """Tensor cores of NVIDIA have bfloat16 from Ampere on, compute capability 8.0."""
     with compiling_for([device]):
-        assert target_platform() == platform
-        assert compute_dtype(ModelConfig()) == dtype
-        assert compute_dtype(ModelConfig(dtype="float32")) == "float32"
-    assert target_platform() == "cpu"
-
-
-def test_arrays_that_a_gpu_computes_together_keep_every_bit():
-    """Also zeros with a sign, infinities and NaN; whole numbers and arrays of another type, too."""
-    odd = np.array([[-0.0, 0.1, 2e4], [np.inf, -np.inf, np.nan]], np.float32)
-    half, count = odd.astype(np.float16), np.int32(2)
-    tree = {"a": odd, "b": -odd, "alone": odd[0], "c": half, "d": half, "e": count, "f": count}
-    with compiling_for([SimpleNamespace(platform="gpu", compute_capability="9.0")]):
-        operations = jax.make_jaxpr(in_few_kernels)(tree).eqns
-        assert [each.primitive.name for each in operations].count("mul") == 2  # a and b
-        found = jax.jit(in_few_kernels)(tree)
-    for name, array in tree.items():
-        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
-    assert in_few_kernels(tree) is tree
+        assert backend() == platform
+        assert compute_dtype("auto") == dtype
+        assert compute_dtype("float32") == "float32"
+    assert backend() == "cpu"

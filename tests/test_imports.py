@@ -18,7 +18,7 @@ FLOORS = [
     {"training", "decoding"},
     {"runs"},
     {"model", "data", "plots", "evaluation"},
-    {"runtime"},
+    {"kernels", "runtime"},
     {"config"},
     {"config_fields", "languages", "tokens"},
 ]
@@ -26,8 +26,9 @@ FLOORS = [
 
 MAY_NOT_IMPORT = {
     "model": {"runtime"},
-    "data": {"config"},
-    "plots": {"config", "tokens", "languages"},
+    "data": {"config", "kernels"},
+    "plots": {"config", "kernels", "tokens", "languages"},
+    "kernels": {"config", "tokens", "languages"},
     "runtime": {"config", "tokens", "languages"},
 }
 """The model is independent of machines, data of the settings of a run, plots of a model."""
@@ -82,7 +83,7 @@ def forbidden_imports(source, name):
                 yield module
         elif top in {"tensorflow", "torch", "train", "tests"}:
             yield module
-        elif part == "model" and top not in MODEL_MAY_IMPORT:
+        elif part in ("model", "kernels") and top not in MODEL_MAY_IMPORT:
             yield module
 
 

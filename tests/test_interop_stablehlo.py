@@ -16,7 +16,7 @@ from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.run_model import read_run
 from flaxformer_min.interop.stablehlo import make_program
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.kernels.backend import compiling_for
 
 pytest.importorskip("flatbuffers")
 

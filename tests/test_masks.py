@@ -1,5 +1,6 @@
 """Every mask against two loops and an if; True = may attend."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,6 @@ from numpy.testing import assert_array_equal
 
 from flaxformer_min.model.masks import (
     batched_look_ahead_mask,
-    batched_padding_mask,
     batched_segment_mask,
     look_ahead_mask,
     padding_mask,
@@ -30,7 +30,7 @@ def loops(rule, queries, keys):
 @pytest.mark.parametrize(
     "one, batched, rule",
     [
-        (padding_mask, batched_padding_mask, lambda query, key: key != 0),
+        (padding_mask, jax.vmap(padding_mask), lambda query, key: key != 0),
         (segment_mask, batched_segment_mask, lambda query, key: query == key and key != 0),
         (look_ahead_mask, batched_look_ahead_mask, lambda query, key: key <= query),
     ],

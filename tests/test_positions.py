@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.positions import batched_sinusoidal_encoding, sinusoidal_encoding
-from flaxformer_min.model.target import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS, Batch, Tokens, one_sentence_per_row
 
@@ -31,19 +29,6 @@ def test_positions_are_encoded_by_the_formula(layout):
     assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     actual = encoding(jnp.asarray(positions[1]), 14, layout)
     assert_allclose(actual, expected[1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "halves"])
-def test_an_accelerator_encodes_positions_by_the_formula_too(layout):
-    """Up to 2,000, where an angle is rounded by half of 2^-13."""
-    positions, error = np.arange(2001), 2**-13
-    with compiling_for([SimpleNamespace(platform="tpu")]):
-        actual = jax.jit(lambda x: sinusoidal_encoding(x, 14, layout))(jnp.asarray(positions))
-    expected = reference.sinusoidal_encoding(positions, 14, layout)
-    assert_allclose(actual, expected, rtol=0, atol=2 * error)
-    assert_allclose(actual[:64], expected[:64], rtol=0, atol=1e-5)
-    on_a_cpu = encoding(jnp.asarray(positions), 14, layout)
-    assert not np.array_equal(actual, on_a_cpu)  # by another way
 
 
 def test_sines_and_cosines_are_those_of_a_pocket_calculator():

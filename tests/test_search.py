@@ -15,7 +15,7 @@ import slow_search
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.choices import choose_greedy, nucleus, sample_token, top_k_tokens
 from flaxformer_min.decoding.search import Finished, merge_finished, search
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 STATES = 997

@@ -26,13 +26,13 @@ from flaxformer_min.experiment import run as run_module
 from flaxformer_min.experiment import validation
 from flaxformer_min.experiment.averaging import validate_average
 from flaxformer_min.experiment.run import train
+from flaxformer_min.kernels import loss as loss_module
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.checkpoint import Checkpoints
 from flaxformer_min.runs.description import Metric, steps_of
 from flaxformer_min.runs.folder import RunFolder
 from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
 from flaxformer_min.tokens import Batch, one_sentence_per_row
-from flaxformer_min.training import loss as loss_module
 from flaxformer_min.training.loop import Progress, Trainer
 from flaxformer_min.training.loss import Sums, sum_over_tokens
 from flaxformer_min.training.step import (
@@ -113,7 +113,7 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     chunk, readings, monkeypatch
 ):
     """Against the definition, token by token, and jax's own gradient of it written in one line."""
-    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+    monkeypatch.setattr(loss_module, "CPU_CHUNK", chunk)
     sample = draw_sample(readings)
 
     def chunked(hidden_states, kernel):

@@ -15,8 +15,9 @@ from flax.traverse_util import flatten_dict
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.kernels.attention import BLOCK
 from flaxformer_min.model.add_and_norm import AddAndNorm
-from flaxformer_min.model.attention import BLOCK
+from flaxformer_min.model.encoder import EncoderLayer
 from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
@@ -187,15 +188,22 @@ class LocalAttention(MultiHeadAttention):
 
     reach = 1
 
-    def __call__(self, x, attended, mask):
+    def __call__(self, x, attended, mask, places):
         distance = jnp.arange(mask.shape[1])[:, None] - jnp.arange(mask.shape[2])[None, :]
-        return super().__call__(x, attended, mask & (jnp.abs(distance) <= self.reach)[None])
+        near = (jnp.abs(distance) <= self.reach)[None]
+        return super().__call__(x, attended, mask & near, places)
+
+
+class LocalLayer(EncoderLayer):
+    """An encoder layer with local attention."""
+
+    attention_class = LocalAttention
 
 
 def test_another_attention_serves_the_encoder_alone():
     """Local in the encoder, as given; full in the decoder, with the same parameters."""
     plain = tiny("post")
-    model = plain.model.clone(encoder_attention=LocalAttention)
+    model = plain.model.clone(encoder_layer=LocalLayer)
     names = jax.eval_shape(model.init, jax.random.key(0), plain.batch)
     assert jax.tree.map(jnp.shape, names) == jax.tree.map(jnp.shape, plain.params)
     scores = jax.jit(model.apply)(plain.params, plain.batch)

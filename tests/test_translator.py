@@ -22,8 +22,9 @@ from tiny_run import LINES, make_tiny_run, random_params
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.model.attention import fused_attention
+from flaxformer_min.kernels.attention import fused_attention
 from flaxformer_min.model.embedding import OUTPUT_KERNEL
+from flaxformer_min.model.encoder import EncoderLayer
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
@@ -395,13 +396,19 @@ def test_attention_is_shown_of_a_model_that_was_trained_without_its_weights(tran
 class Silent(MultiHeadAttention):
     """Attention that computes no explicit weights."""
 
-    def attend(self, query, attended, mask):
+    def attend(self, query, attended, mask, places):
         return fused_attention(query, attended.keys, attended.values, mask)
+
+
+class SilentLayer(EncoderLayer):
+    """A layer with such attention."""
+
+    attention_class = Silent
 
 
 def test_a_model_without_explicit_weights_says_so(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
-    silent = Transformer(translator.models[0].config, encoder_attention=Silent)
+    silent = Transformer(translator.models[0].config, encoder_layer=SilentLayer)
     silent = Translator([silent], [translator.runner.params], tokenizers)
     with pytest.raises(ValueError, match="sow `weights`.*; encoder, layer_0, self_attention"):
         silent.attention("the red house", "the blue house")

@@ -1,6 +1,7 @@
 """Pages of the site that are not in docs/: README and its kin, the tutorial, the public names."""
 
 import base64
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -35,9 +36,8 @@ API = {
     "Translate": "Translator search Hypotheses",
     "Tokens": "Tokens Batch one_sentence_per_row shift_right",
     "Model": "Transformer Encoder EncoderLayer Decoder DecoderLayer MultiHeadAttention FeedForward",
-    "Functions": "attention_weights scaled_dot_product_attention "
-    "batched_scaled_dot_product_attention KeyValue padding_mask look_ahead_mask segment_mask "
-    "sinusoidal_encoding",
+    "Functions": "attention_weights scaled_dot_product_attention padding_mask look_ahead_mask "
+    "segment_mask sinusoidal_encoding",
     "Other formats": "export import_model",
 }
 """The public names by subject, in the order of the navigation."""
@@ -62,7 +62,9 @@ def public_names() -> dict[str, str]:
             "API in docs/theme/hooks.py must have each name of flaxformer_min.__all__ once; "
             f"these differ: {', '.join(sorted(differing))}."
         )
-    paths = [f"{flaxformer_min._MODULE_OF[name]}.{name}" for name in names]
+    objects = [getattr(flaxformer_min, name) for name in names]
+    modules = [inspect.getmodule(each).__name__.partition(".")[2] for each in objects]
+    paths = [f"{module}.{name}" for module, name in zip(modules, names, strict=True)]
     paths += [path for group in BENEATH.values() for path in group.split()]
     return {path.rsplit(".")[-1]: f"flaxformer_min.{path}" for path in paths}
 

@@ -264,10 +264,8 @@ def shard_batch(batch: Batch, devices: int, accumulation: int = 1) -> Batch:
             f"{rows} rows, {devices} devices, {accumulation} batches. Change data.rows_per_batch."
         )
 
-    def split(column: np.ndarray) -> np.ndarray:
-        return column.reshape(devices, accumulation, -1, column.shape[-1])
+    def split(tokens: Tokens) -> Tokens:
+        shape = devices, accumulation, -1, tokens.ids.shape[-1]
+        return Tokens(*(column.reshape(shape) for column in tokens))
 
-    return Batch(
-        Tokens(*(split(column) for column in batch.source)),
-        Tokens(*(split(column) for column in batch.target)),
-    )
+    return Batch(*map(split, batch))

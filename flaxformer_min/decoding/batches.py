@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.search import Hypotheses, search
-from flaxformer_min.model.target import target_platform
+from flaxformer_min.kernels.backend import backend
 from flaxformer_min.runtime.devices import on_each_device, replicate
 from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.runtime.memory import returning_freed_memory
@@ -74,7 +74,7 @@ SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 
 def compiler_options(cores: int) -> dict[str, Any]:
     """Return the options to compile with for so many cores, less those that XLA_FLAGS sets."""
-    options = OPTIONS.get(target_platform(), {}) | (SINGLE_THREADED if cores > 1 else {})
+    options = OPTIONS.get(backend(), {}) | (SINGLE_THREADED if cores > 1 else {})
     chosen = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if f"--{name}" not in chosen}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxformer_min.config import SearchConfig
-from flaxformer_min.model.target import target_platform
+from flaxformer_min.kernels.backend import backend
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 FIRST_REGULAR_ID = max(PAD, UNK, BOS, EOS) + 1
@@ -64,7 +64,7 @@ def top_k_tokens(
     """
     beam, vocab = logits.shape
     size = next((size for size in BLOCKS if vocab % size == 0), BLOCKS[-1])
-    if target_platform() == "tpu":
+    if backend() == "tpu":
         size = LANES
     full = max(vocab // size, 1)
     # Only the first block is sliced to exclude special tokens, and an incomplete last one is

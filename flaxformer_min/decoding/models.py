@@ -12,8 +12,8 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.kernels.backend import backend, compute_dtype
 from flaxformer_min.model.embedding import OUTPUT_KERNEL, TIED_TABLES
-from flaxformer_min.model.target import compute_dtype, target_platform
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import records
 
@@ -76,8 +76,8 @@ def name_of_model(model: nn.Module | None) -> str:
     return type(model).__name__ + (f"({', '.join(parts)})" if parts else "")
 
 
-def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
-    """Return a model and its parameters as this device decodes them fastest.
+def prepare_for_decoding(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """Return a model and its parameters in the types and layouts that decode fastest here.
 
     A model of this package that computes in bfloat16 stores the weights of products in it, so that
     no step converts them. A tied table stays float32 for embeddings; the output projection gets a
@@ -87,8 +87,8 @@ def suited_to_device(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     """
     if type(model) is not Transformer:
         return model, params
-    config, on_cpu = model.config, target_platform() == "cpu"
-    dtype = jnp.dtype(compute_dtype(config))
+    config, on_cpu = model.config, backend() == "cpu"
+    dtype = jnp.dtype(compute_dtype(config.dtype))
     if not on_cpu and dtype != jnp.bfloat16:
         return model, params
 

@@ -22,7 +22,6 @@ from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.checks import check_begin, check_vocabulary
 from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
 from flaxformer_min.decoding.ensemble import EnsembleCache
-from flaxformer_min.model.key_value import KeyValue
 from flaxformer_min.model.transformer import first_tokens
 from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import EOS, PAD, one_sentence_per_row
@@ -274,11 +273,6 @@ def _prefill(
     tokens = one_sentence_per_row(source)
     cross = apply(apply(tokens, method="encode"), tokens, method="precompute_cross_attention")
     cache, log_probs = apply(cross, config.beam_size, capacity, prefix, method="prefill")
-    cross = jax.tree.map(
-        lambda each: each.suited_to(config.beam_size) if isinstance(each, KeyValue) else each,
-        cross,
-        is_leaf=lambda each: isinstance(each, KeyValue),
-    )
     return cross, cache, log_probs
 
 

@@ -19,7 +19,7 @@ from flaxformer_min.decoding.ensemble import Ensemble
 from flaxformer_min.decoding.models import (
     check_sows,
     model_of_run,
-    suited_to_device,
+    prepare_for_decoding,
     weights_of_layers,
     with_explicit_attention,
 )
@@ -78,7 +78,7 @@ class Translator:
         self.runner = BatchRunner(model, params[0] if one else list(params), max_positions)
         self.restored: list[Restored] = []
         self._loaded_from: tuple | None = None
-        self._trained: list[nn.Module] | None = None  # the models before `suited_to_device`
+        self._trained: list[nn.Module] | None = None  # the models before `prepare_for_decoding`
         self._attend = jax.jit(partial(self.models[0].apply, mutable=["intermediates"]))
 
     @classmethod
@@ -116,7 +116,7 @@ class Translator:
         ]
         restored = [folder.params(step) for folder in folders]
         params = [each.params for each in restored]
-        models, params = zip(*map(suited_to_device, trained, params), strict=True)
+        models, params = zip(*map(prepare_for_decoding, trained, params), strict=True)
         translator = cls(
             models,
             params,
@@ -148,7 +148,7 @@ class Translator:
         self._loaded_from = None
         if self._trained is not None:
             pairs = zip(self._trained, params, strict=True)
-            params = [suited_to_device(model, each)[1] for model, each in pairs]
+            params = [prepare_for_decoding(model, each)[1] for model, each in pairs]
         self.runner.use_params(params[0] if len(self.models) == 1 else list(params))
 
     def search_config(self, **settings: Any) -> SearchConfig:

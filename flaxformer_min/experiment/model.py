@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.decoding.models import fit_model, name_of_model
-from flaxformer_min.model.target import compute_dtype
+from flaxformer_min.kernels.backend import compute_dtype
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
@@ -61,7 +61,7 @@ def _check_settings(given: nn.Module, config: ModelConfig) -> None:
     own = getattr(given, "config", None)
     if not isinstance(own, ModelConfig):
         return
-    own = dataclasses.replace(own, dtype=compute_dtype(own))
+    own = dataclasses.replace(own, dtype=compute_dtype(own.dtype))
     set_here = ("vocab_size", "source_vocab_size", "architecture")
     names = [field.name for field in dataclasses.fields(own) if field.name not in set_here]
     differing = [
@@ -104,5 +104,5 @@ def with_architecture(config: Config, model: nn.Module | None) -> Config:
 
 def with_dtype(config: Config) -> Config:
     """Return the settings with the type that the layers compute in instead of "auto"."""
-    model = dataclasses.replace(config.model, dtype=compute_dtype(config.model))
+    model = dataclasses.replace(config.model, dtype=compute_dtype(config.model.dtype))
     return dataclasses.replace(config, model=model)

@@ -8,7 +8,6 @@ import string
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.decoding.models import with_explicit_attention
 from flaxformer_min.decoding.search import search
 from flaxformer_min.interop.run_model import ParamsTree, RunModel, describe, segmentation_code
-from flaxformer_min.model.attention import batched_attention_weights, batched_weighted_sum
-from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import PAD
 
@@ -31,15 +28,6 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 MOST_SENTENCES = 1024
 """Sentences of a call. The longest of them may have LONGEST_SOURCE tokens, as in this package."""
-
-
-class PlainAttention(MultiHeadAttention):
-    """Attention by equation 1 for rows of any length, which need not be known."""
-
-    def attend(self, query: Any, attended: Any, mask: Any) -> Any:
-        """Return what each query gathers."""
-        weights = batched_attention_weights(query, attended.keys, mask)
-        return batched_weighted_sum(weights, attended.values)
 
 
 def write_stablehlo(model: RunModel, folder: Path, weights_inside: bool = False) -> None:
@@ -69,8 +57,8 @@ def make_program(model: RunModel) -> Callable[[ParamsTree, jax.Array], tuple]:
     It returns the ids of the best translations, which end in EOS and then PAD, and their
     log-probabilities in nats.
     """
-    transformer = Transformer(model.config, encoder_attention=PlainAttention)
-    transformer = with_explicit_attention(transformer)  # a fused one may be of one platform alone
+    # A fused attention may be of one platform alone.
+    transformer = with_explicit_attention(Transformer(model.config))
     config, most = model.decoding, model.config.max_positions
 
     def translate(flat: ParamsTree, source: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,41 +1,30 @@
-"""What the backward pass computes again instead of storing it (Chen et al. 2016)."""
+"""What the backward pass computes again instead of keeping it (Chen et al. 2016)."""
 
-import inspect
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.target import target_platform
-
-_STORED = "stored"
+_RESIDUAL = "residual"
 
 
-def stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `x`, marked as what selective recomputation stores: it is small, or takes long."""
-    return checkpoint_name(x, _STORED)
+def residual(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return `x`, marked as a value that selective rematerialization keeps."""
+    return checkpoint_name(x, _RESIDUAL)
 
 
-def recomputed(layer: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
-    """Return the class of a layer whose backward pass recomputes what `config.remat` says.
+def remat(layer: type[nn.Module], kind: Literal["none", "selective", "full"]) -> type[nn.Module]:
+    """Return the class of a layer whose backward pass recomputes what `ModelConfig.remat` says.
 
-    An NVIDIA GPU recomputes only what depends on the layer's input, which must be its first
-    argument: casts of weights, keys of dropout and masks would be a hundred kernels.
+    "selective" keeps the results of `residual` and those of cuDNN's attention; "full" keeps the
+    layer's inputs alone.
     """
-    if config.remat == "none":
+    if kind == "none":
         return layer
-    prevent_cse: bool | tuple[bool, ...] = True
-    if target_platform() == "cuda":
-        _self, _input, *others = inspect.signature(layer.__call__).parameters
-        # Of variables, keys and arguments, the input alone: the forward pass shares the rest.
-        prevent_cse = (False, False, True, *[False] * len(others))
-    policy = _is_stored if config.remat == "selective" else None
-    return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)
+    return nn.remat(layer, policy=_is_kept if kind == "selective" else None)
 
 
-def _is_stored(operation: Any, *_: Any, **parameters: Any) -> bool:
-    """Return whether to store the results of an operation: of `stored`, or of cuDNN's attention."""
+def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
     is_attention = operation.name.startswith("dot_product_attention_fwd")
-    return is_attention or parameters.get("name") == _STORED
+    return is_attention or parameters.get("name") == _RESIDUAL

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from flaxformer_min.model.key_value import KeyValue, resize_axis
+from flaxformer_min.kernels.key_value import KeyValue, resize_axis
 
 
 class CrossAttentionCache(NamedTuple):
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return self._replace(visible=jnp.take_along_axis(self.visible, parents[:, :, None], axis=1))
 
     def resize(self, entries: int) -> "Cache":
-        """Return the cache with so many entries; those beyond are dropped."""
+        """Return the cache with this many entries; those beyond are dropped."""
         resized = tuple(layer.resize(entries) for layer in self.self_attention_kv)
         return self._replace(
             self_attention_kv=resized, visible=resize_axis(self.visible, entries, axis=2)

@@ -6,11 +6,11 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.dropout import Dropout
-from flaxformer_min.model.linear import as_weights, project
-from flaxformer_min.model.parameters import for_tokens, parameter
+from flaxformer_min.kernels.backend import compute_dtype
+from flaxformer_min.kernels.linear import linear
+from flaxformer_min.model.dropout import Dropout, Rows
+from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
-from flaxformer_min.model.target import compute_dtype
 from flaxformer_min.tokens import Tokens
 
 TIED_TABLES = {"shared": "embedding", "target_tied": "target_embedding"}
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         self.positional_encoding = PositionalEncoding(self.config, self.position_function)
         self.dropout = Dropout(self.config.dropout)
 
-    def __call__(self, tokens: Tokens) -> Float[Array, "batch length d_model"]:
+    def __call__(self, tokens: Tokens, rows: Rows = None) -> Float[Array, "batch length d_model"]:
         """Return √d_model times each token's vector plus its positional encoding, with dropout.
 
         Raises ValueError for an id outside the vocabulary; inside jit, the nearest one is taken.
@@ -44,13 +44,13 @@ class Embedding(nn.Module):
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
         x += self.positional_encoding(tokens)
-        return self.dropout(x.astype(compute_dtype(config)))
+        return self.dropout(x.astype(compute_dtype(config.dtype)), rows)
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of each piece, in float32, from the tied table."""
         if self.has_variable("params", OUTPUT_KERNEL):
-            return project(x, self.get_variable("params", OUTPUT_KERNEL))
-        return project(x, jnp.asarray(self.table, x.dtype).T)
+            return linear(x, self.get_variable("params", OUTPUT_KERNEL))
+        return linear(x, self.table.T)
 
 
 def _check_ids(ids: Int[Array, "batch length"], vocab_size: int) -> None:
@@ -75,6 +75,5 @@ class OutputProjection(nn.Module):
         """Return the logits of each piece, in float32."""
         shape = (x.shape[-1], self.vocab_size)
         kernel = parameter(self, "kernel", nn.initializers.xavier_uniform(), shape)
-        kernel = as_weights(kernel, x.dtype)
         bias = parameter(self, "bias", nn.initializers.zeros, (self.vocab_size,))
-        return project(x, kernel) + for_tokens(bias, x.shape)
+        return linear(x, kernel, bias)

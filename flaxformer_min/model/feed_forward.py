@@ -6,9 +6,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.dropout import Dropout
+from flaxformer_min.kernels.backend import compute_dtype
+from flaxformer_min.model.dropout import Dropout, Rows
 from flaxformer_min.model.linear import Linear
-from flaxformer_min.model.target import compute_dtype
 
 ACTIVATIONS = {
     "relu": nn.relu,
@@ -22,11 +22,16 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
 
-    @nn.compact
-    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+    def setup(self):
+        """Create both linear layers."""
+        dtype = compute_dtype(self.config.dtype)
+        self.inner = Linear(self.config.d_ff, dtype)
+        self.outer = Linear(self.config.d_model, dtype)
+        self.dropout = Dropout(self.config.feed_forward_dropout)
+
+    def __call__(
+        self, x: Float[Array, "*batch d_model"], rows: Rows = None
+    ) -> Float[Array, "*batch d_model"]:
         """Apply the same network to each position."""
-        config = self.config
-        inner = Linear(config.d_ff, compute_dtype(config), name="inner")
-        outer = Linear(config.d_model, compute_dtype(config), name="outer")
-        activated = ACTIVATIONS[config.activation](inner(x))
-        return outer(Dropout(config.feed_forward_dropout)(activated))
+        activated = ACTIVATIONS[self.config.activation](self.inner(x))
+        return self.outer(self.dropout(activated, rows))

@@ -59,6 +59,5 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-batched_padding_mask = jax.vmap(padding_mask)
 batched_segment_mask = jax.vmap(segment_mask)
 batched_look_ahead_mask = jax.vmap(look_ahead_mask)

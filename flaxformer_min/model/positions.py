@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model.parameters import parameter
-from flaxformer_min.model.target import target_platform
 from flaxformer_min.tokens import Tokens
 
 PositionFunction = Callable[[Int[Array, " length"], int], Float[Array, "length d_model"]]
@@ -40,21 +39,11 @@ def sinusoidal_encoding(
     if layout not in ("interleaved", "halves"):
         raise ValueError(f"layout must be 'interleaved' or 'halves'; got {layout!r}.")
     rate = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
-    if target_platform() == "cpu":
-        angle = positions[:, None].astype(jnp.float32) * rate[None, :]
-        both = [jnp.sin(angle), jnp.cos(angle)]
-        if layout == "halves":
-            return jnp.concatenate(both, axis=-1)
-        return jnp.stack(both, axis=-1).reshape(-1, d_model)
-    # Moving values between columns would cost an accelerator more than computing them in place,
-    # and one sine serves both: cos x = 1 - 2 sin² (x / 2).
-    columns = jnp.arange(d_model, dtype=jnp.int32)
-    interleaved = layout == "interleaved"
-    is_sine = columns % 2 == 0 if interleaved else columns < d_model // 2
-    rate = jnp.repeat(rate, 2) if interleaved else jnp.tile(rate, 2)
-    rate = jnp.where(is_sine, rate, rate / 2)
-    sine = jnp.sin(positions[:, None].astype(jnp.float32) * rate[None, :])
-    return jnp.where(is_sine[None, :], sine, 1 - 2 * sine**2)
+    angle = positions[:, None].astype(jnp.float32) * rate[None, :]
+    both = [jnp.sin(angle), jnp.cos(angle)]
+    if layout == "halves":
+        return jnp.concatenate(both, axis=-1)
+    return jnp.stack(both, axis=-1).reshape(-1, d_model)
 
 
 batched_sinusoidal_encoding = jax.vmap(sinusoidal_encoding, in_axes=(0, None, None))
@@ -82,8 +71,9 @@ class PositionalEncoding(nn.Module):
             _check_learned(tokens, config.max_positions)
             positions = jnp.where(tokens.segments > 0, positions, 0)
             init = nn.initializers.normal(0.02)
-            table = parameter(self, "table", init, (config.max_positions, config.d_model))
-            return table.at[positions].get(mode="fill", fill_value=jnp.nan)
+            shape = (config.max_positions, config.d_model)
+            table = parameter(self, "table", init, shape)
+            return jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan)
         return batched_sinusoidal_encoding(positions, config.d_model, config.positional_encoding)
 
 

@@ -29,24 +29,23 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.kernels.key_value import KeyValue
 from flaxformer_min.model.cache import Cache, CrossAttentionCache
-from flaxformer_min.model.decoder import Decoder
+from flaxformer_min.model.decoder import Decoder, DecoderLayer
+from flaxformer_min.model.dropout import Rows
 from flaxformer_min.model.embedding import Embedding, OutputProjection
-from flaxformer_min.model.encoder import Encoder
-from flaxformer_min.model.key_value import KeyValue
+from flaxformer_min.model.encoder import Encoder, EncoderLayer
 from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
-from flaxformer_min.model.multi_head_attention import MultiHeadAttention
-from flaxformer_min.model.parameters import for_tokens, parameter
+from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionFunction
-from flaxformer_min.model.target import compute_dtype
-from flaxformer_min.tokens import BOS, Batch, Tokens, one_sentence_per_row, shift_right
+from flaxformer_min.tokens import BOS, Batch, Places, Tokens, one_sentence_per_row, shift_right
 
 
 class Transformer(nn.Module):
     """The encoder-decoder Transformer: from source and target so far to logits of the next token.
 
+    encoder_layer, decoder_layer: classes of the layers, built from a `ModelConfig`.
     position_function: used instead of `config.positional_encoding`, if given.
-    encoder_attention: the attention module class of the encoder's layers (see `EncoderLayer`).
 
     >>> model = Transformer(ModelConfig(vocab_size=10, num_layers=1, d_model=8, d_ff=8))
     >>> source = one_sentence_per_row(jnp.array([[5, 6, 3]]))
@@ -57,8 +56,9 @@ class Transformer(nn.Module):
     """
 
     config: ModelConfig
+    encoder_layer: type[nn.Module] = EncoderLayer
+    decoder_layer: type[nn.Module] = DecoderLayer
     position_function: PositionFunction | None = None
-    encoder_attention: type[nn.Module] = MultiHeadAttention
 
     def setup(self):
         """Create the modules; `config.embeddings` selects which embeddings share a table."""
@@ -77,34 +77,43 @@ class Transformer(nn.Module):
             zeros = nn.initializers.zeros
             self.output_bias = parameter(self, "output_bias", zeros, (config.vocab_size,))
         self.embed_source, self.embed_target, self.output = source, target, output
-        self.encoder = Encoder(config, self.encoder_attention)
-        self.decoder = Decoder(config)
+        self.encoder = Encoder(config, self.encoder_layer)
+        self.decoder = Decoder(config, self.decoder_layer)
 
     def __call__(self, batch: Batch) -> Float[Array, "batch target vocab"]:
         """Return logits of every target token, given the source and the target before it."""
         return self.logits(self.hidden_states(batch))
 
-    def hidden_states(self, batch: Batch) -> Float[Array, "batch target d_model"]:
-        """Return the decoder's output for every target token (teacher forcing)."""
-        cross = self.precompute_cross_attention(self.encode(batch.source), batch.source)
-        x, _ = self._decode_all(shift_right(batch.target), cross)
+    def hidden_states(
+        self, batch: Batch, rows: Rows = None
+    ) -> Float[Array, "batch target d_model"]:
+        """Return the decoder's output for every target token (teacher forcing).
+
+        `rows` are the numbers of the rows, by which dropout draws its masks.
+        """
+        cross = self.precompute_cross_attention(self.encode(batch.source, rows), batch.source)
+        x, _ = self._decode_all(shift_right(batch.target), cross, rows)
         return x
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
         """Apply the output projection, in float32. The softmax is part of loss and search."""
         logits = self.output.logits(x)
-        return logits + for_tokens(self.output_bias, x.shape) if self.config.output_bias else logits
+        if not self.config.output_bias:
+            return logits
+        return logits + self.output_bias.reshape(*[1] * (x.ndim - 1), -1)
 
-    def encode(self, source: Tokens) -> Float[Array, "batch source d_model"]:
-        """Return the encoder's output."""
+    def encode(self, source: Tokens, rows: Rows = None) -> Float[Array, "batch source d_model"]:
+        """Return the encoder's output; `rows` as for `hidden_states`."""
         mask = batched_segment_mask(source.segments, source.segments)
-        return self.encoder(self.embed_source(source), mask)
+        x = self.embed_source(source, rows)
+        return self.encoder(x, mask, Places(source.positions, rows))
 
     def precompute_cross_attention(
         self, encoded: Float[Array, "batch source d_model"], source: Tokens
     ) -> CrossAttentionCache:
         """Project the encoded source to keys and values once, for all steps of decoding."""
-        return CrossAttentionCache(source.segments, self.decoder.cross_attention_kv(encoded))
+        keys_values = self.decoder.cross_attention_kv(encoded, Places(source.positions))
+        return CrossAttentionCache(source.segments, keys_values)
 
     def prefill(
         self,
@@ -122,36 +131,27 @@ class Transformer(nn.Module):
         one pass. Also returns the log-probability of each prefix token in nats, 0 for PAD.
         The first `decode_step` reads the prefix's last token, or BOS: see `first_tokens`.
         """
-        batch, config = cross.segments.shape[0], self.config
         if prefix is None:
-            prefix = jnp.zeros((batch, 0), jnp.int32)
+            prefix = jnp.zeros((cross.segments.shape[0], 0), jnp.int32)
         tokens = one_sentence_per_row(prefix)
-        shape = (batch, config.num_heads, 0, config.d_model // config.num_heads)
-        none = KeyValue.of(*(jnp.zeros(shape, compute_dtype(config)),) * 2)
-        prefix_kv, log_probs = (none,) * config.num_layers, jnp.zeros(prefix.shape, jnp.float32)
-        if prefix.shape[1]:
+        batch, length = prefix.shape
+        if length:
             x, prefix_kv = self._decode_all(shift_right(tokens), cross)
             of_all = jax.nn.log_softmax(self.logits(x))
             log_probs = jnp.take_along_axis(of_all, prefix[:, :, None], axis=-1)[:, :, 0]
             log_probs = jnp.where(tokens.segments > 0, log_probs, 0.0)
-        prefix_kv = tuple(layer.suited_to(beam_size) for layer in prefix_kv)
-        visible = jnp.broadcast_to(
-            tokens.segments[:, None] > 0, (batch, beam_size, prefix.shape[1])
-        )
+        else:
+            nothing = jnp.zeros((batch, 0, self.config.d_model), jnp.float32)
+            prefix_kv = self.decoder.self_attention_kv(nothing, Places(tokens.positions))
+            log_probs = jnp.zeros(prefix.shape, jnp.float32)
+        visible = jnp.broadcast_to(tokens.segments[:, None] > 0, (batch, beam_size, length))
         cache = Cache(prefix_kv, visible, tokens.segments.sum(1, dtype=jnp.int32))
-        return cache.resize(prefix.shape[1] + capacity), log_probs
+        return cache.resize(length + capacity), log_probs
 
     def decode_step(
         self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
     ) -> tuple[Float[Array, "batch beam vocab"], Cache]:
-        """Return logits of the token after `tokens`, the newest token of each hypothesis."""
-        x, cache = self.next_hidden_states(tokens, cross, cache)
-        return self.logits(x), cache
-
-    def next_hidden_states(
-        self, tokens: Int[Array, "batch beam"], cross: CrossAttentionCache, cache: Cache
-    ) -> tuple[Float[Array, "batch beam d_model"], Cache]:
-        """Return the decoder's output for `tokens`, whose logits are those of the token after.
+        """Return logits of the token after `tokens`, the newest token of each hypothesis.
 
         The hypotheses of a sentence take the axis that a sentence's tokens have in training: they
         are the queries of one attention over the tokens of all of them, and the mask keeps them
@@ -159,24 +159,28 @@ class Transformer(nn.Module):
         """
         visible, entries = cache.claim()
         positions = jnp.broadcast_to(cache.positions[:, None], tokens.shape)
+        newest = Tokens(tokens, positions, jnp.ones_like(tokens))
+        cross_mask = batched_segment_mask(newest.segments, cross.segments)
         x, self_attention_kv = self.decoder(
-            self.embed_target(Tokens(tokens, positions, jnp.ones_like(tokens))),
+            self.embed_target(newest),
             cross.keys_values,
             visible,
-            batched_segment_mask(jnp.ones_like(tokens), cross.segments),
+            cross_mask,
+            Places(positions),
             cache.self_attention_kv,
             entries,
         )
-        return x, Cache(self_attention_kv, visible, cache.positions + 1)
+        return self.logits(x), Cache(self_attention_kv, visible, cache.positions + 1)
 
     def _decode_all(
-        self, target: Tokens, cross: CrossAttentionCache
+        self, target: Tokens, cross: CrossAttentionCache, rows: Rows = None
     ) -> tuple[Float[Array, "batch target d_model"], tuple[KeyValue, ...]]:
         """Run the decoder over all target tokens at once, under the look-ahead mask."""
         self_mask = batched_segment_mask(target.segments, target.segments)
         self_mask &= batched_look_ahead_mask(target.positions, target.positions)
         cross_mask = batched_segment_mask(target.segments, cross.segments)
-        return self.decoder(self.embed_target(target), cross.keys_values, self_mask, cross_mask)
+        x, places = self.embed_target(target, rows), Places(target.positions, rows)
+        return self.decoder(x, cross.keys_values, self_mask, cross_mask, places)
 
 
 def first_tokens(prefix: Int[Array, "batch prefix"]) -> Int[Array, " batch"]:

@@ -2,80 +2,35 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxformer_min.model.target import target_platform
-
-CHUNK = 512
-"""Tokens whose logits are in memory at a time on a CPU, where they stay in its cache."""
-
-MOST_LOGITS = 1 << 28
-"""Most logits in memory at a time on an accelerator."""
+from flaxformer_min.kernels.loss import chunk_count, logit_of
 
 TokenLoss = Callable[[Float[Array, " vocab"], Int[Array, ""]], Float[Array, ""]]
 """Return the loss of one token, given its float32 logits and its label."""
 
-LogSumExp = Callable[[Float[Array, " vocab"]], Float[Array, ""]]
-"""Return the logarithm of the sum of the exponentials of float32 logits."""
-
 
 def cross_entropy(
-    logits: Float[Array, " vocab"],
-    label: Int[Array, ""],
-    smoothing: float = 0.0,
-    logsumexp: LogSumExp = jax.nn.logsumexp,
+    logits: Float[Array, " vocab"], label: Int[Array, ""], smoothing: float = 0.0
 ) -> Float[Array, ""]:
     """Return the cross-entropy in nats, with `smoothing` of the target spread over the vocabulary.
 
     Szegedy et al. 2016: the target is (1 - ε) one-hot + ε / vocab. With ε = 0 it is the negative
-    log-probability of the label. `logsumexp` may be a faster one.
+    log-probability of the label.
 
     >>> nats = cross_entropy(jnp.log(jnp.array([0.25, 0.75])), jnp.int32(1))
     >>> f"{nats:.5f}"  # -ln 0.75
     '0.28768'
     """
     logits = logits.astype(jnp.float32)
-    total = logsumexp(logits)
+    total = jax.nn.logsumexp(logits)
     if isinstance(smoothing, (int, float)) and not smoothing:  # the mean may be -inf
         return total - logit_of(logits, label)
     return total - (1.0 - smoothing) * logit_of(logits, label) - smoothing * logits.mean()
-
-
-def logit_of(logits: Float[Array, " vocab"], label: Int[Array, ""]) -> Float[Array, ""]:
-    """Return `logits[label]`.
-
-    On an accelerator it is a sum over the vocabulary, which joins the sums that the loss takes
-    anyway. The gradient of indexing is a scatter, which a TPU runs as a loop over the tokens.
-    """
-    if target_platform() == "cpu":
-        return logits[label]
-    numbers = jnp.arange(logits.size, dtype=label.dtype)
-    return jnp.where(numbers == label, logits, 0.0).sum()
-
-
-@jax.custom_jvp
-def logsumexp_by_product(logits: Float[Array, " vocab"]) -> Float[Array, ""]:
-    """Return `jax.nn.logsumexp` with exponentials that are rounded to bfloat16.
-
-    A product with ones, as many as a TPU has lanes, adds them in float32: sums of a TPU take three
-    times as long. The exponential of the largest logit is exactly 1. The rounding of logits to
-    bfloat16 changes the result some fifty times as much.
-    """
-    largest = logits.max()
-    exponentials = jnp.exp(logits - largest).astype(jnp.bfloat16)
-    ones = jnp.ones((logits.size, 128), jnp.bfloat16)
-    return largest + jnp.log(jnp.matmul(exponentials, ones, preferred_element_type=jnp.float32)[0])
-
-
-@logsumexp_by_product.defjvp
-def _logsumexp_and_change(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (logits,), (change,) = primals, tangents
-    total = logsumexp_by_product(logits)
-    return total, (jnp.exp(logits - total) * change).sum()
 
 
 class Sums(NamedTuple):
@@ -100,14 +55,8 @@ def score_token(
     cross-entropies plus `r_drop` / 2 times the mean of both Kullback-Leibler divergences. This is
     half of theirs, so that the loss keeps its scale.
     """
-    by_product = target_platform() == "tpu" and logits.dtype == jnp.bfloat16
     logits = logits.astype(jnp.float32)
-    nats = cross_entropy
-    if by_product:
-        nats = partial(cross_entropy, logsumexp=logsumexp_by_product)
-        # Changes no value, but keeps XLA from taking the maximum in bfloat16, apart from the sums.
-        logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=22)
-    token_loss = token_loss or partial(nats, smoothing=smoothing)
+    token_loss = token_loss or partial(cross_entropy, smoothing=smoothing)
     losses = jax.vmap(token_loss, (0, None))(logits, label)
     if losses.shape != logits.shape[:1] or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise ValueError(
@@ -119,7 +68,7 @@ def score_token(
         loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(
         loss,
-        jax.vmap(nats, (0, None))(logits, label).mean(),
+        jax.vmap(cross_entropy, (0, None))(logits, label).mean(),
         (jax.vmap(logit_of, (0, None))(logits, label) >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )
@@ -153,16 +102,12 @@ def sum_over_tokens(
     the tokens at a time; those of a full batch may take gigabytes with a vocabulary of 37,000. Only
     `loss` can be differentiated. `token_loss` replaces the cross-entropy with `smoothing`.
     """
-    chunks = _chunks(to_logits, hidden_states, labels.size)
+    one = jax.eval_shape(to_logits, hidden_states[:, 0, :1])
+    chunks = chunk_count(labels.size, logits_per_token=one.size)
     score_tokens = jax.vmap(score_token, (1, 0, None, None, None))
 
     def of_chunk(logits: Callable, hidden_states, labels, real) -> tuple[Float[Array, ""], Sums]:
-        scores = logits(hidden_states)
-        if target_platform() == "cuda":
-            # XLA reads an array once for several sums over it, but not if a product writes it.
-            flat = jax.lax.optimization_barrier(scores.reshape(-1, scores.shape[-1]))
-            scores = flat.reshape(scores.shape)
-        sums = score_tokens(scores, labels, smoothing, r_drop, token_loss)
+        sums = score_tokens(logits(hidden_states), labels, smoothing, r_drop, token_loss)
         sums = jax.tree.map(lambda x: jnp.where(real, x, 0.0).sum(), sums)
         return sums.loss, sums
 
@@ -173,23 +118,6 @@ def sum_over_tokens(
         hidden_states.reshape(passes, chunks, -1, width).swapaxes(0, 1),
         (labels.reshape(chunks, -1), real.reshape(chunks, -1)),
     )
-
-
-def _chunks(to_logits: Callable, hidden_states: Array, tokens: int) -> int:
-    """Return into how many chunks of one size to divide the tokens."""
-    if target_platform() == "cpu":
-        chunks = max(tokens // CHUNK, 1)
-        while tokens % chunks:
-            chunks -= 1
-        return chunks
-    # Each chunk costs an accelerator a pass over the gradient of the output projection.
-    one = jax.ShapeDtypeStruct(
-        (hidden_states.shape[0], 1, hidden_states.shape[-1]), hidden_states.dtype
-    )
-    chunks = -(-tokens * jax.eval_shape(to_logits, one).size // MOST_LOGITS)
-    while tokens % chunks:
-        chunks += 1
-    return chunks
 
 
 def _sum_over_chunks(
@@ -205,12 +133,6 @@ def _sum_over_chunks(
     def chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
         return of_chunk(lambda x: to_logits(x, *weights), hidden_states, *rest)
 
-    def rounded_chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
-        def logits(x: Array) -> Array:
-            return _rounded(to_logits(x, *weights), x.dtype)
-
-        return of_chunk(logits, hidden_states, *rest)
-
     @jax.custom_vjp
     def total(weights: list, hidden_states: Array) -> Sums:
         sums = jax.lax.map(lambda chunk: chunk_sums(weights, *chunk)[1], (hidden_states, rest))
@@ -218,7 +140,7 @@ def _sum_over_chunks(
 
     def forward(weights: list, hidden_states: Array) -> tuple[Sums, tuple]:
         def add(added: tuple[Sums, list], chunk: tuple) -> tuple[tuple[Sums, list], Array]:
-            gradients, sums = jax.grad(rounded_chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
+            gradients, sums = jax.grad(chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
             return jax.tree.map(jnp.add, added, (sums, gradients[0])), gradients[1]
 
         nothing = Sums(*(jnp.float32(0.0),) * 4), jax.tree.map(jnp.zeros_like, weights)
@@ -232,12 +154,3 @@ def _sum_over_chunks(
 
     total.defvjp(forward, backward)
     return total(weights, hidden_states)
-
-
-def _rounded(logits: Array, dtype: Any) -> Array:
-    """Return logits as an accelerator stores them for the gradient: in `dtype`, that of the layers.
-
-    Writing and reading them in float32 takes longer than computing them, and the products of the
-    backward pass round them in any case. Sums over them are of float32.
-    """
-    return logits if target_platform() == "cpu" else logits.astype(dtype)

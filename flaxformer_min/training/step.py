@@ -1,5 +1,6 @@
 """One training step, on all devices at once (sections 5.2-5.4)."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +14,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
-from flaxformer_min.model.dropout import BY_ROW, masks_by_row
-from flaxformer_min.model.target import compiling_for
+from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.runtime.devices import same_on
 from flaxformer_min.runtime.generator import GENERATOR
 from flaxformer_min.tokens import Batch, Tokens
@@ -110,13 +110,14 @@ def _all_logits(model: nn.Module, batch: Batch) -> Float[Array, "batch target vo
 class Randomness(NamedTuple):
     """What the dropout of an accumulated batch of a device depends on.
 
-    rngs: random keys, as Linen modules take them.
+    rngs: random keys. `model.dropout` draws from "dropout", which all devices share, and `rows`;
+          modules that draw otherwise find a key of their device and batch in "by_device".
     rows: numbers of the rows in the whole batch, however many devices and accumulated batches share
           it (see `shard_batch`).
     """
 
     rngs: dict[str, Key[Array, ""]]
-    rows: Int[Array, "rows"]
+    rows: Int[Array, " rows"]
 
 
 def randomness(
@@ -126,15 +127,21 @@ def randomness(
     rows: int,
     config: TrainingConfig,
 ) -> Randomness:
-    """Return the randomness of a step, device and accumulated batch of so many rows.
-
-    The masks of `model.dropout` depend on the step and the number of the row alone. Modules that
-    draw otherwise have a key of their own for each device and accumulated batch.
-    """
+    """Return the randomness of a step, device and accumulated batch of this many rows."""
     place = device * config.gradient_accumulation + number
     key = jax.random.fold_in(state.key, state.step)
-    rngs = {BY_ROW: key, "dropout": jax.random.fold_in(key, place)}
+    rngs = {"dropout": key, "by_device": jax.random.fold_in(key, place)}
     return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
+
+
+def _hidden_states(
+    model: nn.Module, params: Params, batch: Batch, random: Randomness
+) -> Float[Array, "rows target d_model"]:
+    """Call `hidden_states`, which may take the numbers of the rows, too."""
+    takes_rows = "rows" in inspect.signature(model.hidden_states).parameters
+    arguments = (batch, random.rows) if takes_rows else (batch,)
+    variables = {"params": params}
+    return model.apply(variables, *arguments, method="hidden_states", rngs=random.rngs)
 
 
 def gradient_sums(
@@ -146,15 +153,14 @@ def gradient_sums(
     token_loss: TokenLoss | None = None,
 ) -> tuple[Params, Sums]:
     """Return the gradient of the loss summed over the tokens of `batch`, and the sums."""
-    inputs, rows = batch, random.rows
+    inputs = batch
     if config.r_drop:  # each row twice, under two masks
         inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
-        rows = jnp.concatenate([rows, -1 - rows])
+        random = random._replace(rows=jnp.concatenate([random.rows, -1 - random.rows]))
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
         variables, target = {"params": params}, batch.target
-        with masks_by_row(rows):
-            hidden_states = model.apply(variables, inputs, method="hidden_states", rngs=random.rngs)
+        hidden_states = _hidden_states(model, params, inputs, random)
         with jax.named_scope("loss"):
             sums = sum_over_tokens(
                 partial(model.apply, variables, method="logits"),
