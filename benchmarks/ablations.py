@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from common import cores, machine, table
 
 from flaxformer_min.plots.figures import save
-from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.system.files import write_atomically
 from flaxformer_min.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

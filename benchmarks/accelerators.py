@@ -285,7 +285,7 @@ def search(config: Any, args: argparse.Namespace, devices: list[Any]) -> Any:
 
     from flaxformer_min.decoding.batches import BatchRunner, SentenceBatch
     from flaxformer_min.kernels.backend import compiling_for
-    from flaxformer_min.runtime.devices import on_each_device
+    from flaxformer_min.system.devices import on_each_device
     from flaxformer_min.tokens import EOS
 
     class Lowering(BatchRunner):

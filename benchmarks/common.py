@@ -48,7 +48,7 @@ def _serve(connection: Any, make: Callable[..., Run], arguments: tuple, heaps: i
 
 def _begin_group(heaps: int = 1) -> None:
     """Make the child the leader of a group, which ends together with all that it starts."""
-    from flaxformer_min.runtime.memory import tune_malloc
+    from flaxformer_min.system.memory import tune_malloc
 
     os.setpgrp()
     if heaps:

@@ -25,9 +25,9 @@ import numpy as np
 
 from flaxformer_min.config import Config
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import steps_of
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.checkpoint import Checkpoints
+from flaxformer_min.storage.metadata import steps_of
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state
 

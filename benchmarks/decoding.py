@@ -166,7 +166,7 @@ def ours(
     import jax
     import jax.numpy as jnp
 
-    from flaxformer_min.runtime.devices import configure_cpu_devices
+    from flaxformer_min.system.devices import configure_cpu_devices
 
     configure_cpu_devices()  # as the command line does
 

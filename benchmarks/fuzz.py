@@ -93,7 +93,7 @@ def prepare(place: Place) -> None:
 def encode(place: Place) -> None:
     """Encode the text of the run, from its cache where that is whole."""
     from flaxformer_min.experiment.prepare import prepare as prepare_text
-    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.storage.run_folder import RunFolder
 
     run = RunFolder(place.run)
     config = run.config()

@@ -166,7 +166,7 @@ def measure(
 
 def ours(run: Path, lines: Sequence[str], beam: int) -> Run:
     """`Translator.translate`, as the command line calls it."""
-    from flaxformer_min.runtime.devices import configure_cpu_devices
+    from flaxformer_min.system.devices import configure_cpu_devices
 
     configure_cpu_devices()
 

@@ -24,9 +24,9 @@ def main() -> None:
 
     from flaxformer_min import Translator
     from flaxformer_min.data.corpora.cldr import phrases
-    from flaxformer_min.runs.folder import RunFolder
-    from flaxformer_min.runtime.devices import configure_cpu_devices
-    from flaxformer_min.runtime.memory import tune_malloc
+    from flaxformer_min.storage.run_folder import RunFolder
+    from flaxformer_min.system.devices import configure_cpu_devices
+    from flaxformer_min.system.memory import tune_malloc
 
     configure_cpu_devices()
     tune_malloc()

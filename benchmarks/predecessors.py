@@ -43,10 +43,10 @@ from predecessors_study import (
 
 from flaxformer_min.evaluation import bleu
 from flaxformer_min.plots.figures import save
-from flaxformer_min.runtime.devices import configure_cpu_devices
-from flaxformer_min.runtime.files import write_atomically
-from flaxformer_min.runtime.memory import tune_malloc
-from flaxformer_min.runtime.signals import Stopped
+from flaxformer_min.system.devices import configure_cpu_devices
+from flaxformer_min.system.files import write_atomically
+from flaxformer_min.system.memory import tune_malloc
+from flaxformer_min.system.signals import Stopped
 
 
 def existing(part: Callable[..., Any], *arguments: Any) -> Any:

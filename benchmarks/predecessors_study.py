@@ -33,8 +33,8 @@ from flaxformer_min import (
 )
 from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.evaluation import evaluate
-from flaxformer_min.runtime.files import write_atomically
-from flaxformer_min.runtime.signals import Stopped
+from flaxformer_min.system.files import write_atomically
+from flaxformer_min.system.signals import Stopped
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.metrics import read_metrics
 

@@ -164,7 +164,8 @@ def ours(
     dtype: str | None,
 ) -> Run:
     """`Translator.translate`, as the command line calls it."""
-    from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
+    from flaxformer_min.system.compilation import enable_compilation_cache
+    from flaxformer_min.system.devices import configure_cpu_devices
 
     configure_cpu_devices()
     enable_compilation_cache(compiled)

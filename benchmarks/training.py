@@ -156,7 +156,7 @@ def ours(pairs: Pairs, settings: dict[str, Any], dtype: str) -> Run:
     from flaxformer_min.data.batches import TrainingBatches, shard_batch
     from flaxformer_min.data.encoding import encode_pairs
     from flaxformer_min.model.transformer import Transformer
-    from flaxformer_min.runtime.devices import configure_cpu_devices
+    from flaxformer_min.system.devices import configure_cpu_devices
     from flaxformer_min.training.step import init_state, make_train_step
 
     class Ids:

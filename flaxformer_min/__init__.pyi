@@ -46,7 +46,7 @@ from .model.masks import (
 from .model.multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from .model.positions import sinusoidal_encoding as sinusoidal_encoding
 from .model.transformer import Transformer as Transformer
-from .runs.folder import RunFolder as RunFolder
+from .storage.run_folder import RunFolder as RunFolder
 from .tokens import (
     Batch as Batch,
 )

@@ -21,7 +21,7 @@ import numpy as np
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runtime.devices import replicate
+from flaxformer_min.system.devices import replicate
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.step import TrainState, init_state, make_train_step
 

@@ -19,7 +19,7 @@ from flaxformer_min.data.encoding import Counts
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.prepare import encode, make_tokenizers, open_split
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 
 
 def assert_refused(call, error):

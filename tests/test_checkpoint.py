@@ -16,11 +16,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flaxformer_min.runs import checkpoint
-from flaxformer_min.runs import restore as restoring
-from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import Metric
-from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
+from flaxformer_min.storage import checkpoint
+from flaxformer_min.storage import restore as restoring
+from flaxformer_min.storage.checkpoint import Checkpoints
+from flaxformer_min.storage.metadata import Metric
+from flaxformer_min.storage.restore import average_checkpoints, best_cost, restore_params
 
 # Orbax leaves coroutines behind where reading fails; they end with this file.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -28,7 +28,7 @@ from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.plots import figures as plots
-from flaxformer_min.runtime.signals import SIGNALS
+from flaxformer_min.system.signals import SIGNALS
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
 LOADED = {}

@@ -20,7 +20,7 @@ from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.evaluation import default_tokenize
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.metrics import read_metrics
 

@@ -13,7 +13,7 @@ import pytest
 
 from flaxformer_min.data.corpora import languages_of, read_pairs, splits
 from flaxformer_min.data.corpora.pairs import is_empty
-from flaxformer_min.runtime.files import cache_folder
+from flaxformer_min.system.files import cache_folder
 
 
 def fingerprint(*arguments, **where):

@@ -13,8 +13,7 @@ from training_jobs import shared_programs
 
 from benchmarks import crash
 from flaxformer_min.cli.train import main
-from flaxformer_min.runs import folder
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 
 
 @pytest.mark.slow

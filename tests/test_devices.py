@@ -14,8 +14,8 @@ from flaxformer_min.kernels.backend import (
     compiling_for,
     compute_dtype,
 )
-from flaxformer_min.runtime import devices
-from flaxformer_min.runtime.devices import configure_cpu_devices
+from flaxformer_min.system import devices
+from flaxformer_min.system.devices import configure_cpu_devices
 
 
 def test_the_devices_in_use_are_counted():
@@ -59,7 +59,7 @@ def test_compiled_programs_are_cached_unless_the_user_chose_a_folder(monkeypatch
 def test_the_variables_of_jax_choose_the_cache_of_compiled_programs(tmp_path, chosen, kept_in):
     """No option of ours is needed."""
     script = (
-        "import jax, pathlib; from flaxformer_min.runtime.devices import enable_compilation_cache;"
+        "import jax, pathlib; from flaxformer_min.system.devices import enable_compilation_cache;"
         "enable_compilation_cache(pathlib.Path('ours'));"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
         "jax.jit(lambda x: x * 3 + 1)(2.0)"
@@ -130,7 +130,7 @@ def chosen_in_this_process(monkeypatch, chosen, cores):
 def test_a_process_of_its_own_has_these_devices(chosen, devices):
     """Four cores, six rows."""
     script = (
-        "import os, jax; from flaxformer_min.runtime.devices import configure_cpu_devices;"
+        "import os, jax; from flaxformer_min.system.devices import configure_cpu_devices;"
         "os.sched_getaffinity = lambda process: range(4);"
         "configure_cpu_devices(6); print(jax.device_count())"
     )
@@ -143,7 +143,7 @@ def test_a_process_of_its_own_has_these_devices(chosen, devices):
 
 SCRIPT = """
 import mmap, resource, threading, ctypes
-from flaxformer_min.runtime.memory import tune_malloc
+from flaxformer_min.system.memory import tune_malloc
 tune_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -191,7 +191,7 @@ def test_memory_that_was_freed_is_not_cleared_again_unless_the_user_chose_otherw
 
 HEAPS = """
 import ctypes, sys, threading
-from flaxformer_min.runtime.memory import tune_malloc
+from flaxformer_min.system.memory import tune_malloc
 tune_malloc(heaps=int(sys.argv[1]))
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -231,7 +231,7 @@ def test_four_threads_share_as_many_heaps_as_there_may_be(heaps, tmp_path):
 
 RETURNED = """
 import ctypes, mmap, threading
-from flaxformer_min.runtime.memory import returning_freed_memory, tune_malloc
+from flaxformer_min.system.memory import returning_freed_memory, tune_malloc
 tune_malloc(heaps=2)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

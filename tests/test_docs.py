@@ -16,7 +16,7 @@ import flaxformer_min
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.train import Arguments, read_arguments
 from flaxformer_min.config import Config
-from flaxformer_min.runtime.distributed import Distributed
+from flaxformer_min.system.distributed import Distributed
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

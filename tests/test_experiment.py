@@ -36,7 +36,7 @@ from flaxformer_min.decoding.models import name_of_model
 from flaxformer_min.experiment.prepare import open_text, prepare
 from flaxformer_min.experiment.run import usable_example
 from flaxformer_min.experiment.validation import Validator
-from flaxformer_min.runs.description import Metric
+from flaxformer_min.storage.metadata import Metric
 from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step

@@ -43,9 +43,9 @@ from flaxformer_min.experiment.run import train
 from flaxformer_min.experiment.validation import target_language
 from flaxformer_min.languages import join_languages, parse_languages
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runtime.files import open_atomically
-from flaxformer_min.runtime.signals import InterruptOnSignal, StopRequest
+from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.system.files import open_atomically
+from flaxformer_min.system.signals import InterruptOnSignal, StopRequest
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.metrics import MetricsLog, Window, read_metrics
 
@@ -137,7 +137,7 @@ def test_a_closed_terminal_requests_a_stop_once_and_for_all():
 def test_a_signal_sent_twice_at_once_is_one_request(seconds, status):
     """As `timeout train.py` sends it. Only one that comes later ends the process at once."""
     program = (
-        "import os, signal, time; from flaxformer_min.runtime.signals import StopRequest\n"
+        "import os, signal, time; from flaxformer_min.system.signals import StopRequest\n"
         "with StopRequest() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         f"    time.sleep({seconds})\n"
@@ -582,7 +582,7 @@ def test_worker_processes_leave_no_shared_memory_behind(tmp_path):
 
 ALONE = """
 import sys
-from flaxformer_min.runtime import distributed, signals
+from flaxformer_min.system import distributed, signals
 distributed.WAITING_SECONDS, distributed.CONNECT_SECONDS = 1, int(sys.argv[3])
 settings = distributed.Distributed(sys.argv[1], 2, int(sys.argv[2]))
 with signals.InterruptOnSignal(), distributed.distributed_session(settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.runtime.files import (
+from flaxformer_min.system.files import (
     ABANDONED,
     folder_atomically,
     open_atomically,

@@ -15,7 +15,7 @@ from tiny_run import random_params
 from flaxformer_min.config import FORMAT_VERSION
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.state import init_from
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.step import TrainState
 
 RECORDS = json.loads(EXPECTED.read_text())

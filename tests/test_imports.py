@@ -16,20 +16,20 @@ FLOORS = [
     {"cli"},
     {"experiment", "interop"},
     {"training", "decoding"},
-    {"runs"},
+    {"storage"},
     {"model", "data", "plots", "evaluation"},
-    {"kernels", "runtime"},
+    {"kernels", "system"},
     {"config"},
     {"config_fields", "languages", "tokens"},
 ]
 """The parts of the package, the highest first: each imports from itself and the floors below."""
 
 MAY_NOT_IMPORT = {
-    "model": {"runtime"},
+    "model": {"system"},
     "data": {"config", "kernels"},
     "plots": {"config", "kernels", "tokens", "languages"},
     "kernels": {"config", "tokens", "languages"},
-    "runtime": {"config", "tokens", "languages"},
+    "system": {"config", "tokens", "languages"},
 }
 """The model is independent of machines, data of the settings of a run, plots of a model."""
 
@@ -112,10 +112,18 @@ def test_every_part_of_the_package_has_its_floor():
         ("data.batches", "from flaxformer_min import Config", "Config"),
         ("data.batches", "from .. import translate", "translate"),
         ("model.masks", "from flaxformer_min import cli", "cli"),
-        ("model.masks", "from flaxformer_min.runs.checkpoint import restore", "runs.checkpoint"),
-        ("runtime.files", "from flaxformer_min.config import Config", "config"),
-        ("runs.folder", "from flaxformer_min.decoding.search import search", "decoding.search"),
-        ("runs.folder", "import flaxformer_min.cli", "cli"),
+        (
+            "model.masks",
+            "from flaxformer_min.storage.checkpoint import restore",
+            "storage.checkpoint",
+        ),
+        ("system.files", "from flaxformer_min.config import Config", "config"),
+        (
+            "storage.run_folder",
+            "from flaxformer_min.decoding.search import search",
+            "decoding.search",
+        ),
+        ("storage.run_folder", "import flaxformer_min.cli", "cli"),
         ("experiment.run", "from flaxformer_min.cli import main", "cli"),
     ],
 )

@@ -26,7 +26,7 @@ from flaxformer_min.interop.marian_npz import hugging_face_names, read_npz
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
 from flaxformer_min.interop.vocabulary import Specials, make_vocabulary
 from flaxformer_min.model.positions import sinusoidal_encoding
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import BOS, Tokens
 
 PAIRS = [(source, target) for source, target in zip(LINES[:12], LINES[12:24], strict=True)]

@@ -12,7 +12,7 @@ from make_golden_run import GOLDEN
 
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import MetricsLog
 from flaxformer_min.training.step import init_state
 

@@ -8,7 +8,7 @@ from training_jobs import changed, shared_programs, small_config, stopped_after,
 
 from benchmarks.crash import differences
 from flaxformer_min.experiment.run import train
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.metrics import read_metrics
 

@@ -20,7 +20,7 @@ from benchmarks.crash import differences
 from flaxformer_min.config import Config
 from flaxformer_min.experiment import prepare
 from flaxformer_min.experiment.run import train
-from flaxformer_min.runtime.distributed import (
+from flaxformer_min.system.distributed import (
     Distributed,
     _cluster,
     any_process,
@@ -121,11 +121,11 @@ def test_two_processes_go_on_with_a_run_and_equal_one_process_bit_for_bit(tmp_pa
 MEET = """
 import signal, sys, time
 import jax, jax.numpy as jnp
-from flaxformer_min.runtime.devices import configure_cpu_devices
-from flaxformer_min.runtime.distributed import (
+from flaxformer_min.system.devices import configure_cpu_devices
+from flaxformer_min.system.distributed import (
     Distributed, any_process, distributed_session, gather, is_main_process, main_process_first
 )
-from flaxformer_min.runtime.signals import StopRequest
+from flaxformer_min.system.signals import StopRequest
 
 def fail():
     for number in range(2):  # as several calls of train do in one session

@@ -30,7 +30,7 @@ from flaxformer_min.cli.train import main
 from flaxformer_min.experiment import run as run_module
 from flaxformer_min.experiment.run import train
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 
 

@@ -19,7 +19,7 @@ from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.packing import pack
 from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
-from flaxformer_min.runtime.files import PARTIAL
+from flaxformer_min.system.files import PARTIAL
 from flaxformer_min.tokens import EOS
 
 ROWS = (16, 12)
@@ -363,7 +363,7 @@ import os, sys, time
 from pathlib import Path
 from flaxformer_min.data.batches import TrainingBatches
 from flaxformer_min.data.encoding import EncodedPairs
-from flaxformer_min.runtime.signals import StopRequest
+from flaxformer_min.system.signals import StopRequest
 def main():
     rows = TrainingBatches(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)
     with StopRequest() as stop:

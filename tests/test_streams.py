@@ -20,7 +20,7 @@ def python(program, *arguments, **settings):
 TALKER = """
 import sys
 from pathlib import Path
-from flaxformer_min.runtime.streams import ignore_broken_pipe
+from flaxformer_min.system.streams import ignore_broken_pipe
 sys.stdin.readline()
 for number in range(3):
     with ignore_broken_pipe():
@@ -65,7 +65,7 @@ def test_a_full_disk_is_an_error(tmp_path):
 def test_a_signal_is_remembered_though_nobody_reads_what_is_said_of_it():
     """`train.py 2>&1 | tee log`, and Ctrl-C, which ends both."""
     program = (
-        "import os, signal, sys; from flaxformer_min.runtime.signals import StopRequest\n"
+        "import os, signal, sys; from flaxformer_min.system.signals import StopRequest\n"
         "with StopRequest('finishing') as stop:\n"
         "    sys.stdin.readline()\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -82,7 +82,7 @@ def test_a_signal_is_remembered_though_nobody_reads_what_is_said_of_it():
 
 def test_closed_streams_lead_nowhere_and_their_numbers_are_not_given_away(tmp_path):
     program = (
-        "import os, sys; from flaxformer_min.runtime.streams import open_streams\n"
+        "import os, sys; from flaxformer_min.system.streams import open_streams\n"
         "open_streams()\n"
         "file = open(sys.argv[1], 'w')\n"
         "print('lost'); print('lost', file=sys.stderr); os.write(2, b'lost')\n"
@@ -96,7 +96,7 @@ def test_closed_streams_lead_nowhere_and_their_numbers_are_not_given_away(tmp_pa
 
 def test_stdout_is_utf_8_whatever_the_locale_says():
     program = (
-        "from flaxformer_min.runtime.streams import open_streams\n"
+        "from flaxformer_min.system.streams import open_streams\n"
         "open_streams()\n"
         "print('2026년', '\\ud800')\n"
     )

@@ -23,7 +23,7 @@ from flaxformer_min.experiment.model import with_dtype
 from flaxformer_min.experiment.prepare import prepare
 from flaxformer_min.experiment.report import report_start
 from flaxformer_min.experiment.run import train
-from flaxformer_min.runs.folder import RunFolder
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import TrainState
 

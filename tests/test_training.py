@@ -24,7 +24,7 @@ from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runtime.devices import CompileClock
+from flaxformer_min.system.compilation import CompileClock
 from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row
 from flaxformer_min.training.loss import (
     cross_entropy,

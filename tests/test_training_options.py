@@ -28,10 +28,10 @@ from flaxformer_min.experiment.averaging import validate_average
 from flaxformer_min.experiment.run import train
 from flaxformer_min.kernels import loss as loss_module
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import Metric, steps_of
-from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
+from flaxformer_min.storage.checkpoint import Checkpoints
+from flaxformer_min.storage.metadata import Metric, steps_of
+from flaxformer_min.storage.restore import average_checkpoints, best_cost, restore_params
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.loop import Progress, Trainer
 from flaxformer_min.training.loss import Sums, sum_over_tokens

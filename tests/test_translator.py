@@ -490,7 +490,7 @@ def test_each_core_searches_in_batches_of_its_own(translator, expected, monkeypa
 
 def test_the_translator_restores_what_was_trained(run, translator):
     """The model with the checkpoint's own parameters gives the translator's logits."""
-    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.storage.run_folder import RunFolder
 
     params = RunFolder(run).params().params
     assert RunFolder(run).model_config() == translator.models[0].config

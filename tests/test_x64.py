@@ -100,7 +100,7 @@ import dataclasses, sys
 import jax
 from pathlib import Path
 from flaxformer_min import Translator, train
-from flaxformer_min.runs.restore import restore_params
+from flaxformer_min.storage.restore import restore_params
 from training_jobs import small_config
 
 assert jax.numpy.arange(1).dtype == "int64"

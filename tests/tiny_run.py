@@ -11,7 +11,7 @@ import flaxformer_min
 from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder, fit_vocabulary
+from flaxformer_min.storage.run_folder import RunFolder, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
 
 LINES = [f"the {color} house has {n} doors" for n in range(9) for color in ("red", "blue", "green")]

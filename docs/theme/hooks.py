@@ -48,8 +48,8 @@ BENEATH = {
     "decoding.results.PairScore decoding.results.Attention evaluation.Evaluation",
     "Figures": "plots.figures.attention_figure plots.figures.curves_figure "
     "plots.figures.positions_figure plots.figures.save training.metrics.read_metrics",
-    "Text and machine": "data.corpora.read_pairs runtime.devices.configure_cpu_devices "
-    "runtime.memory.tune_malloc runtime.devices.enable_compilation_cache",
+    "Text and machine": "data.corpora.read_pairs system.devices.configure_cpu_devices "
+    "system.memory.tune_malloc system.compilation.enable_compilation_cache",
 }
 """Names below the top level that the documents mention, by subject."""
 

@@ -16,9 +16,9 @@ from typing import Any
 from flaxformer_min.cli.arguments import make_parser
 from flaxformer_min.cli.lines import Stop
 from flaxformer_min.cli.terminal import log_to_terminal
-from flaxformer_min.runtime.memory import tune_malloc, with_oom_hint
-from flaxformer_min.runtime.signals import SIGNALS, Stopped
-from flaxformer_min.runtime.streams import (
+from flaxformer_min.system.memory import tune_malloc, with_oom_hint
+from flaxformer_min.system.signals import SIGNALS, Stopped
+from flaxformer_min.system.streams import (
     CLOSED_PIPE,
     drop_unwritable,
     ignore_broken_pipe,
@@ -117,12 +117,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _prepare_jax(loads_model: bool, greedy: bool) -> None:
-    from flaxformer_min.runtime.devices import (
-        configure_cpu_devices,
-        cpu_cores,
-        enable_compilation_cache,
-    )
-    from flaxformer_min.runtime.files import cache_folder
+    from flaxformer_min.system.compilation import enable_compilation_cache
+    from flaxformer_min.system.devices import configure_cpu_devices, cpu_cores
+    from flaxformer_min.system.files import cache_folder
 
     configure_cpu_devices()
     tune_malloc(heaps=cpu_cores() if greedy else 1)  # a beam gains little, and needs more memory

@@ -65,7 +65,7 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
 def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]]:
     """Return the description, the languages and the pairs of the test set."""
     from flaxformer_min.data.corpora import read_pairs
-    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.storage.run_folder import RunFolder
 
     data = RunFolder(args.runs[0]).config().data
     if (args.source is None) != (args.reference is None):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flaxformer_min.runtime.files import check_is_text, decode_line, open_atomically
-from flaxformer_min.runtime.signals import StopRequest
-from flaxformer_min.runtime.streams import ignore_broken_pipe
+from flaxformer_min.system.files import check_is_text, decode_line, open_atomically
+from flaxformer_min.system.signals import StopRequest
+from flaxformer_min.system.streams import ignore_broken_pipe
 
 CHUNK = 1_024
 """Most lines that are read, translated and written together."""

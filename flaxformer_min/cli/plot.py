@@ -45,7 +45,7 @@ def _attention_figure(plots: Any, args: argparse.Namespace, attention: Any) -> A
 def _save_page(args: argparse.Namespace, attention: Any) -> None:
     from flaxformer_min.languages import parse_languages
     from flaxformer_min.plots.attention_page import attention_page
-    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.storage.run_folder import RunFolder
 
     languages = RunFolder(args.runs[0]).config().data.languages
     source, target = parse_languages(languages) if languages else ("", "")
@@ -78,7 +78,7 @@ def plot_positions(args: argparse.Namespace, stop: Stop) -> int:
 def plot_curves(args: argparse.Namespace, stop: Stop) -> int:
     """Draw loss, BLEU, learning rate and speed by step."""
     _check_suffix(args.output, FIGURES)
-    from flaxformer_min.runs.folder import RunFolder
+    from flaxformer_min.storage.run_folder import RunFolder
     from flaxformer_min.training.metrics import read_metrics
 
     run = RunFolder(args.runs[0])

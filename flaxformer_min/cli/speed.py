@@ -42,6 +42,6 @@ class Speed:
 
 
 def _device() -> str:
-    from flaxformer_min.runtime.devices import describe_devices
+    from flaxformer_min.system.devices import describe_devices
 
     return describe_devices()

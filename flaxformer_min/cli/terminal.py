@@ -5,8 +5,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 
-from flaxformer_min.runtime.files import naming
-from flaxformer_min.runtime.streams import ignore_broken_pipe
+from flaxformer_min.system.files import naming
+from flaxformer_min.system.streams import ignore_broken_pipe
 
 LOGGER = logging.getLogger("flaxformer_min")
 

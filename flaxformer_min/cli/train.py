@@ -18,18 +18,19 @@ import tyro
 from flaxformer_min.cli.terminal import log_to_terminal
 from flaxformer_min.config import Config
 from flaxformer_min.experiment.run import TrainResult, train
-from flaxformer_min.runs.folder import without_caches
-from flaxformer_min.runtime.devices import configure_cpu_devices, enable_compilation_cache
-from flaxformer_min.runtime.distributed import (
+from flaxformer_min.storage.run_folder import without_caches
+from flaxformer_min.system.compilation import enable_compilation_cache
+from flaxformer_min.system.devices import configure_cpu_devices
+from flaxformer_min.system.distributed import (
     Distributed,
     distributed_session,
     gather,
     is_main_process,
 )
-from flaxformer_min.runtime.files import cache_folder
-from flaxformer_min.runtime.memory import tune_malloc
-from flaxformer_min.runtime.signals import InterruptOnSignal
-from flaxformer_min.runtime.streams import CLOSED_PIPE, drop_unwritable, ignore_broken_pipe
+from flaxformer_min.system.files import cache_folder
+from flaxformer_min.system.memory import tune_malloc
+from flaxformer_min.system.signals import InterruptOnSignal
+from flaxformer_min.system.streams import CLOSED_PIPE, drop_unwritable, ignore_broken_pipe
 
 LOGGER = logging.getLogger("flaxformer_min")
 

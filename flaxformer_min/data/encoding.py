@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxformer_min.data.corpora.pairs import is_empty
 from flaxformer_min.data.packing import Packing, group_by_lengths, pack
-from flaxformer_min.runtime.files import folder_atomically, write_atomically
+from flaxformer_min.system.files import folder_atomically, write_atomically
 
 FORMAT = 2
 """Version of the cached files; increased when the same text is encoded or packed differently."""
@@ -25,7 +25,7 @@ SEGMENTATIONS = 32
 """Segmentations of each sentence that subword sampling draws from; disk use grows as much."""
 
 
-class Encoder(Protocol):
+class SentenceEncoder(Protocol):
     """The interface of a tokenizer that encoding needs."""
 
     fingerprint: str
@@ -180,7 +180,7 @@ class EncodedPairs:
 
 def encode_pairs(
     pairs: Sequence[tuple[str, str]],
-    tokenizers: tuple[Encoder, Encoder],
+    tokenizers: tuple[SentenceEncoder, SentenceEncoder],
     row_lengths: tuple[int, int],
     cache: Path,
     fingerprint: str,

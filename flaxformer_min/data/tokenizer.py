@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.system.files import write_atomically
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")

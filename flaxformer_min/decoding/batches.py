@@ -22,10 +22,10 @@ from jaxtyping import Array, Float, Int
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.search import Hypotheses, search
 from flaxformer_min.kernels.backend import backend
-from flaxformer_min.runtime.devices import on_each_device, replicate
-from flaxformer_min.runtime.generator import GENERATOR
-from flaxformer_min.runtime.memory import returning_freed_memory
-from flaxformer_min.runtime.signals import StopCheck, Stopped
+from flaxformer_min.system.devices import on_each_device, replicate
+from flaxformer_min.system.generator import GENERATOR
+from flaxformer_min.system.memory import returning_freed_memory
+from flaxformer_min.system.signals import StopCheck, Stopped
 from flaxformer_min.tokens import PAD, Batch, one_sentence_per_row
 
 WIDTHS = (16, 24, 48, 96, 192, 384, 768, 1024)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.choices import FIRST_REGULAR_ID
-from flaxformer_min.runtime.generator import GENERATOR
+from flaxformer_min.system.generator import GENERATOR
 
 
 def check_begin(

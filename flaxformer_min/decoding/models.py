@@ -15,7 +15,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.kernels.backend import backend, compute_dtype
 from flaxformer_min.model.embedding import OUTPUT_KERNEL, TIED_TABLES
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import records
+from flaxformer_min.storage.run_folder import records
 
 ATTENTION_RULE = "attention needs a model whose layers sow `weights`, as MultiHeadAttention does"
 

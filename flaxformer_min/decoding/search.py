@@ -23,7 +23,7 @@ from flaxformer_min.decoding.checks import check_begin, check_vocabulary
 from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
 from flaxformer_min.decoding.ensemble import EnsembleCache
 from flaxformer_min.model.transformer import first_tokens
-from flaxformer_min.runtime.generator import GENERATOR
+from flaxformer_min.system.generator import GENERATOR
 from flaxformer_min.tokens import EOS, PAD, one_sentence_per_row
 
 NEVER = 1 << 30
@@ -242,7 +242,7 @@ def search(
     cross, cache, log_probs = _prefill(apply, source, prefix, capacity, config)
     if not _can_fill(cache):
         cache, capacity = cache.resize(prefix.shape[1] + room), room
-    sentences = _begin(source, prefix, log_probs.sum(1), keys, max_length, steps, config)
+    sentences = _first_sentences(source, prefix, log_probs.sum(1), keys, max_length, steps, config)
     state = State(jnp.int32(0), sentences, cross, cache)
     found = Hypotheses(*sentences.finished, sentences.is_outgrown)
     for halving in range(halvings + 1):
@@ -282,7 +282,7 @@ def _can_fill(cache: Any) -> bool:
     return all(hasattr(each, "is_full") for each in caches)
 
 
-def _begin(
+def _first_sentences(
     source: Int[Array, "batch source"],
     prefix: Int[Array, "batch prefix"],
     log_prob: Float[Array, " batch"],

@@ -25,8 +25,8 @@ from flaxformer_min.decoding.models import (
 )
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.runs.folder import Restored, RunFolder
-from flaxformer_min.runtime.signals import StopCheck
+from flaxformer_min.storage.run_folder import Restored, RunFolder
+from flaxformer_min.system.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
 LOGGER = logging.getLogger("flaxformer_min")

@@ -5,9 +5,9 @@ import logging
 import jax
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runs.restore import average_checkpoints, best_cost, restore_params
-from flaxformer_min.runtime.distributed import is_main_process, main_process_first
+from flaxformer_min.storage.restore import average_checkpoints, best_cost, restore_params
+from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.system.distributed import is_main_process, main_process_first
 from flaxformer_min.training.loop import Validate, selection_metric
 
 LOGGER = logging.getLogger("flaxformer_min")

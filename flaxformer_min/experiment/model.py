@@ -10,7 +10,7 @@ from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.decoding.models import fit_model, name_of_model
 from flaxformer_min.kernels.backend import compute_dtype
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import Tokenizers, fit_vocabulary
+from flaxformer_min.storage.run_folder import Tokenizers, fit_vocabulary
 from flaxformer_min.tokens import Batch, Tokens
 
 TRAINING_METHODS = ("hidden_states", "logits")

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from flax import linen as nn
 
-from flaxformer_min.runs.folder import Tokenizers
+from flaxformer_min.storage.run_folder import Tokenizers
 from flaxformer_min.training.loop import BatchIterator, OnStep
 from flaxformer_min.training.loss import TokenLoss
 from flaxformer_min.training.optimizer import check_optimizer

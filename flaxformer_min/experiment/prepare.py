@@ -13,9 +13,9 @@ from flaxformer_min.data.corpora.pairs import Pairs, as_pairs
 from flaxformer_min.data.encoding import SEGMENTATIONS, EncodedPairs, encode_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.languages import join_languages
-from flaxformer_min.runs.folder import RunFolder, Tokenizers
-from flaxformer_min.runtime.distributed import gather, is_main_process, main_process_first
-from flaxformer_min.runtime.files import cache_folder, write_atomically
+from flaxformer_min.storage.run_folder import RunFolder, Tokenizers
+from flaxformer_min.system.distributed import gather, is_main_process, main_process_first
+from flaxformer_min.system.files import cache_folder, write_atomically
 
 LOGGER = logging.getLogger("flaxformer_min")
 

@@ -9,7 +9,7 @@ import jax
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batches import EpochBatches
-from flaxformer_min.runtime.devices import describe_devices
+from flaxformer_min.system.devices import describe_devices
 from flaxformer_min.training.loop import OnStep
 from flaxformer_min.training.step import TrainState
 

@@ -36,17 +36,17 @@ from flaxformer_min.experiment.validation import (
     target_language,
     what_is_compared,
 )
-from flaxformer_min.runs.description import check_identity
-from flaxformer_min.runs.folder import RunFolder, Tokenizers, fit_vocabulary
-from flaxformer_min.runtime.devices import CompileClock
-from flaxformer_min.runtime.distributed import (
+from flaxformer_min.storage.metadata import check_identity
+from flaxformer_min.storage.run_folder import RunFolder, Tokenizers, fit_vocabulary
+from flaxformer_min.system.compilation import CompileClock
+from flaxformer_min.system.distributed import (
     any_process,
     count,
     is_main_process,
     main_process_first,
 )
-from flaxformer_min.runtime.memory import with_oom_hint
-from flaxformer_min.runtime.signals import Interrupt, StopCheck
+from flaxformer_min.system.memory import with_oom_hint
+from flaxformer_min.system.signals import Interrupt, StopCheck
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.loop import BatchIterator, OnStep, Trainer
 from flaxformer_min.training.loss import TokenLoss
@@ -149,7 +149,7 @@ def train(
                 raise  # the other processes must end, too
             return TrainResult(run, run.newest_step(), True, {}, model=model)
         watch.finish("data and tokenizer")
-        job = Job(run, prepared, parts, interrupt, profile, watch)
+        job = TrainingJob(run, prepared, parts, interrupt, profile, watch)
         result = interrupt.shield(job.run_to_end, held)
         if not result.stopped:
             LOGGER.info("Time: %s; %s.", watch, compiled)
@@ -192,7 +192,7 @@ def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 @dataclasses.dataclass
-class Job:
+class TrainingJob:
     """A training job whose text is prepared."""
 
     run: RunFolder

@@ -10,10 +10,10 @@ import optax
 from flaxformer_min.config import Config
 from flaxformer_min.config_fields import fixed_settings
 from flaxformer_min.data.batches import TrainingBatches
-from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import first_difference, types_by_path, types_of
-from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runtime.devices import replicate, same_on
+from flaxformer_min.storage.checkpoint import Checkpoints
+from flaxformer_min.storage.metadata import first_difference, types_by_path, types_of
+from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.system.devices import replicate, replicated
 from flaxformer_min.training.loop import BatchIterator, Progress
 from flaxformer_min.training.step import TrainState
 
@@ -95,7 +95,7 @@ def init_from(
     LOGGER.info("Beginning with the parameters of step %s of %s.", f"{found.step:,}", former.path)
     devices = jax.local_devices()
     params = replicate(found.params, devices)
-    opt_state = jax.jit(optimizer.init, out_shardings=same_on(devices))(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=replicated(devices))(params)
     # A copy, because a buffer cannot be donated twice.
     average = None if state.average is None else jax.tree.map(jnp.copy, params)
     return state._replace(params=params, opt_state=opt_state, average=average)

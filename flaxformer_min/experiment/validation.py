@@ -18,8 +18,8 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.evaluation import Evaluation, bleu, evaluate, perplexity
 from flaxformer_min.experiment.report import format_example
 from flaxformer_min.languages import parse_languages
-from flaxformer_min.runtime.distributed import count, gather, index
-from flaxformer_min.runtime.signals import StopCheck, Stopped
+from flaxformer_min.system.distributed import count, gather, index
+from flaxformer_min.system.signals import StopCheck, Stopped
 from flaxformer_min.training.step import make_eval_step
 
 LOGGER = logging.getLogger("flaxformer_min")

@@ -29,7 +29,7 @@ def export(
     ImportError where ctranslate2 or flatbuffers is not installed.
     """
     from flaxformer_min.interop.run_model import check_new_folder, read_run
-    from flaxformer_min.runtime.files import folder_atomically
+    from flaxformer_min.system.files import folder_atomically
 
     _check_choice("format", format, FORMATS)
     path = check_new_folder(out)

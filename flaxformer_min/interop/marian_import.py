@@ -42,9 +42,9 @@ from flaxformer_min.interop.vocabulary import (
 )
 from flaxformer_min.languages import check_languages, join_languages
 from flaxformer_min.model.positions import sinusoidal_encoding
-from flaxformer_min.runs.checkpoint import check_path
-from flaxformer_min.runs.folder import RunFolder
-from flaxformer_min.runtime.files import folder_atomically, write_atomically
+from flaxformer_min.storage.checkpoint import check_path
+from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.system.files import folder_atomically, write_atomically
 
 WEIGHTS = "model.safetensors"
 

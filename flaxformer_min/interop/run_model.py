@@ -13,7 +13,7 @@ from flaxformer_min.config import LENGTH_PENALTY_LIMIT, ModelConfig, SearchConfi
 from flaxformer_min.data.imported_tokenizer import LANGUAGE_TAG, ImportedTokenizer
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.runs.folder import RunFolder, Tokenizers
+from flaxformer_min.storage.run_folder import RunFolder, Tokenizers
 from flaxformer_min.tokens import Batch, Tokens
 
 ParamsTree = dict[str, Any]

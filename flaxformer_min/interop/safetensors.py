@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.system.files import write_atomically
 
 TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 """The types of numbers that a model's weights have."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from flaxformer_min.plots.fonts import with_fonts
 from flaxformer_min.plots.weights import check_weights, readable
-from flaxformer_min.runtime.files import open_atomically
+from flaxformer_min.system.files import open_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

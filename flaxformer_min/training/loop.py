@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import jax
 
 from flaxformer_min.config import TrainingConfig
-from flaxformer_min.runs.checkpoint import Checkpoints
-from flaxformer_min.runs.description import Metric
-from flaxformer_min.runtime.signals import StopCheck
+from flaxformer_min.storage.checkpoint import Checkpoints
+from flaxformer_min.storage.metadata import Metric
+from flaxformer_min.system.signals import StopCheck
 from flaxformer_min.tokens import Batch
 from flaxformer_min.training.metrics import MetricsLog, Window
 from flaxformer_min.training.step import Metrics, TrainState

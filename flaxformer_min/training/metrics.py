@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxformer_min.runtime.files import write_atomically
+from flaxformer_min.system.files import write_atomically
 
 
 class Window:

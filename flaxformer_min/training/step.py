@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.kernels.backend import compiling_for
-from flaxformer_min.runtime.devices import same_on
-from flaxformer_min.runtime.generator import GENERATOR
+from flaxformer_min.system.devices import replicated
+from flaxformer_min.system.generator import GENERATOR
 from flaxformer_min.tokens import Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import averaged_params, complete_optimizer
@@ -91,7 +91,7 @@ def init_state(
     # Every process computes the same state.
     make = jax.jit(
         partial(initial_state, model, config, optimizer=optimizer),
-        out_shardings=same_on(jax.local_devices()),
+        out_shardings=replicated(jax.local_devices()),
     )
     seed = np.uint32(config.training.seed)
     if while_compiling is None:

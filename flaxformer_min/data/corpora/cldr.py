@@ -47,7 +47,7 @@ from flaxformer_min.data.corpora.cldr_kinds import (
 from flaxformer_min.data.corpora.pairs import Pairs, find_split, list_names
 from flaxformer_min.data.corpora.tfds import RecordPairs
 from flaxformer_min.languages import parse_languages
-from flaxformer_min.runtime.files import cache_folder
+from flaxformer_min.system.files import cache_folder
 
 LOGGER = logging.getLogger("flaxformer_min")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 from flaxformer_min.languages import join_languages, parse_languages
-from flaxformer_min.runtime.files import check_is_text, decode_line
+from flaxformer_min.system.files import check_is_text, decode_line
 
 MOST_EXPANSION = 100
 """Text shrinks to a third or a tenth; a file that becomes this many times larger is a bomb."""

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.runs.checkpoint import (
+from flaxformer_min.storage.checkpoint import (
     first_line,
     raise_unless_damage,
     restore_verified,
     steps_due,
 )
-from flaxformer_min.runs.description import MODELS, cost_of, read_description, steps_of
-from flaxformer_min.runtime.distributed import index
+from flaxformer_min.storage.metadata import MODELS, cost_of, read_metadata, steps_of
+from flaxformer_min.system.distributed import index
 
 PyTree = Any
 
@@ -93,7 +93,7 @@ def average_checkpoints(folder: Path, count: int, every: int = 1) -> tuple[list[
 
 def best_cost(folder: Path) -> float | None:
     """Return the lowest cost of the checkpoints in a folder, or None if none was validated."""
-    described = [read_description(folder, step) for step in steps_of(folder)]
+    described = [read_metadata(folder, step) for step in steps_of(folder)]
     costs = [cost_of(meta) for meta in described if meta is not None]
     return min((cost for cost in costs if cost is not None), default=None)
 
@@ -105,7 +105,7 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
     """
 
     def order(step: int) -> tuple[int, float]:
-        meta = read_description(folder, step)
+        meta = read_metadata(folder, step)
         if meta is None:
             return 0, 0.0
         cost = cost_of(meta)
@@ -116,7 +116,7 @@ def _best_first(folder: Path, steps: list[int]) -> list[int]:
 
 def _arrays(folder: Path, step: int, manager: Any) -> PyTree:
     """Return shapes and types of the arrays of a checkpoint, at least of `MODELS`."""
-    if described := (read_description(folder, step) or {}).get("arrays"):
+    if described := (read_metadata(folder, step) or {}).get("arrays"):
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf[1:], leaf[0]),
             described,

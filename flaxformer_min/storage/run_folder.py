@@ -27,11 +27,11 @@ from flaxformer_min.config import DROPOUTS, Config, ModelConfig
 from flaxformer_min.config_fields import differences, differences_of_group, fixed_settings
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.runs.checkpoint import Checkpoints, check_path
-from flaxformer_min.runs.description import check_identity, read_description, steps_of
-from flaxformer_min.runs.restore import restore_params
-from flaxformer_min.runtime.devices import replicate
-from flaxformer_min.runtime.files import remove_partial, write_atomically
+from flaxformer_min.storage.checkpoint import Checkpoints, check_path
+from flaxformer_min.storage.metadata import check_identity, read_metadata, steps_of
+from flaxformer_min.storage.restore import restore_params
+from flaxformer_min.system.devices import replicate
+from flaxformer_min.system.files import remove_partial, write_atomically
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -219,7 +219,7 @@ class RunFolder:
     def _check_continues(self) -> None:
         """Raise ValueError if the newest checkpoint lacks what training continues from."""
         steps = steps_of(self.checkpoints)
-        description = read_description(self.checkpoints, steps[0]) if steps else None
+        description = read_metadata(self.checkpoints, steps[0]) if steps else None
         if description is not None and "batches" not in description:
             raise ValueError(
                 f"the training of {self.path} cannot be continued: its checkpoints are those of an "

@@ -61,10 +61,10 @@ def steps_of(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def read_description(folder: Path, step: int) -> dict | None:
+def read_metadata(folder: Path, step: int) -> dict | None:
     """Return the JSON item of a checkpoint, or None if its checksum does not match."""
     try:
-        meta = json.loads(description_file(folder, step).read_text())
+        meta = json.loads(metadata_file(folder, step).read_text())
         return meta if meta.pop("checksum") == meta_checksum(meta) else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
@@ -77,7 +77,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     describe what they belong to, are accepted.
     """
     for step in steps_of(folder):
-        saved = (read_description(folder, step) or {}).get("identity")
+        saved = (read_metadata(folder, step) or {}).get("identity")
         if not isinstance(saved, dict):
             continue
         names = [name for name in saved if name in identity]  # versions have other settings, too
@@ -98,7 +98,7 @@ def check_parameters(folder: Path, step: int, like: Mapping[str, PyTree]) -> Non
 
     `check_identity` cannot tell two models of one's own apart that differ in these alone.
     """
-    described = (read_description(folder, step) or {}).get("arrays") or {}
+    described = (read_metadata(folder, step) or {}).get("arrays") or {}
     own = types_of({name: like[name] for name in MODELS if name in like})
     for name in (name for name in MODELS if described.get(name) and own.get(name)):
         saved, needed = (types_by_path(tree[name]) for tree in (described, own))
@@ -121,7 +121,7 @@ def optimizer_of(opt_state: PyTree) -> dict[str, str]:
 
 def check_optimizer_state(folder: Path, step: int, like: Mapping[str, PyTree]) -> None:
     """Raise ValueError if a checkpoint was saved with another kind of optimizer."""
-    saved = (read_description(folder, step) or {}).get("optimizer")
+    saved = (read_metadata(folder, step) or {}).get("optimizer")
     if not saved or "opt_state" not in like:
         return
     needed = optimizer_of(like["opt_state"])
@@ -160,6 +160,6 @@ def cost_of(description: dict) -> float | None:
     return description.get("rank")  # the name and the meaning of the cost in earlier versions
 
 
-def description_file(folder: Path, step: int) -> Path:
+def metadata_file(folder: Path, step: int) -> Path:
     """Return the file of the JSON item of a checkpoint."""
     return folder / str(step) / "meta" / "metadata"

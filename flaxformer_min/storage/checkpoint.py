@@ -21,28 +21,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxformer_min.runs.description import (
+from flaxformer_min.storage.metadata import (
     MODELS,
     Metric,
     check_optimizer_state,
     check_parameters,
     cost_of,
-    description_file,
     meta_checksum,
+    metadata_file,
     optimizer_of,
-    read_description,
+    read_metadata,
     steps_of,
     types_of,
 )
-from flaxformer_min.runtime.devices import on_all_processes
-from flaxformer_min.runtime.distributed import (
+from flaxformer_min.system.devices import on_all_processes
+from flaxformer_min.system.distributed import (
     count,
     gather,
     is_main_process,
     main_process_first,
 )
-from flaxformer_min.runtime.files import FULL, write_atomically
-from flaxformer_min.runtime.memory import is_out_of_memory
+from flaxformer_min.system.files import FULL, write_atomically
+from flaxformer_min.system.memory import is_out_of_memory
 
 PyTree = Any
 
@@ -148,7 +148,7 @@ class Checkpoints:
 
         check_path(folder)
         self.folder = folder
-        described = {step: read_description(folder, step) for step in steps_of(folder)}
+        described = {step: read_metadata(folder, step) for step in steps_of(folder)}
         self._costs = {step: cost_of(meta) for step, meta in described.items() if meta}
         policies = [KeepNewest(keep, every), KeepBest(self._costs)]
         self._manager = ocp.CheckpointManager(
@@ -191,7 +191,7 @@ class Checkpoints:
 
     def describe(self, step: int, meta: dict, metric: Metric | None) -> None:
         """Add these entries and the metric to the description of a saved checkpoint."""
-        file = description_file(self.folder, step)
+        file = metadata_file(self.folder, step)
         with self._clear_errors(), main_process_first(f"description of {step}"):
             if is_main_process():
                 new = {**json.loads(file.read_text()), **meta, "metric": metric}

@@ -1,4 +1,4 @@
-"""Devices, and the cache of compiled programs."""
+"""The devices that jax computes on."""
 
 import contextlib
 import os
@@ -36,12 +36,12 @@ def configure_cpu_devices(rows: int = 0) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def same_on(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
+def replicated(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
     """Return the sharding of arrays that are replicated on `devices`, as `pmap` uses it."""
     return _sharding(devices, jax.sharding.PartitionSpec())
 
 
-def divided_among(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
+def sharded(devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
     """Return the sharding of arrays [devices ...], one for each, as `pmap` uses it."""
     return _sharding(devices, jax.sharding.PartitionSpec("devices"))
 
@@ -69,7 +69,7 @@ def on_each_device(
         result = program(params, *jax.tree.map(lambda array: array[0], trees))
         return jax.tree.map(lambda array: array[None], result)
 
-    same, divided = same_on(devices), divided_among(devices)
+    same, divided = replicated(devices), sharded(devices)
     inputs = same, *[divided] * trees
     mapped = jax.shard_map(
         of_device,
@@ -83,7 +83,7 @@ def on_each_device(
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:
     """Return the arrays, copied to each of `devices`."""
-    return jax.device_put(tree, same_on(devices))
+    return jax.device_put(tree, replicated(devices))
 
 
 def on_all_processes(tree: Any) -> Any:
@@ -91,7 +91,7 @@ def on_all_processes(tree: Any) -> Any:
 
     Nothing is copied or sent: every process must have the same values.
     """
-    everywhere = same_on(jax.devices())
+    everywhere = replicated(jax.devices())
 
     def widen(leaf: jax.Array) -> jax.Array:
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -123,39 +123,3 @@ def _nvidia_gpus() -> list[str]:
     if not nodes and not shutil.which("nvidia-smi"):
         return []
     return [f"an NVIDIA GPU ({node})" for node in nodes]
-
-
-def enable_compilation_cache(folder: Path) -> None:
-    """Cache compiled programs on disk for later starts, unless the user configured jax's cache.
-
-    JAX_ENABLE_COMPILATION_CACHE=false disables it; JAX_COMPILATION_CACHE_DIR sets another folder.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-class CompileClock:
-    """Counts the programs that XLA compiles in this process, and the seconds, in a `with` block."""
-
-    def __init__(self):
-        """Begin with zero."""
-        self.programs, self.seconds = 0, 0.0
-
-    def __enter__(self) -> "CompileClock":
-        """Start counting."""
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """Stop counting."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.programs += 1
-            self.seconds += seconds
-
-    def __str__(self) -> str:
-        """Return a summary."""
-        return f"compiling {self.programs} programs took {self.seconds:.0f} s, partly in parallel"
