@@ -238,7 +238,7 @@ def test_metrics_are_json_whatever_was_measured(tmp_path):
     assert strict_json(lines[1]) == {"step": 2, "loss": None}
 
 
-def test_nan_in_the_metrics_of_an_earlier_version_is_null_once_the_run_continues(tmp_path):
+def test_nan_in_the_metrics_is_null_once_the_run_continues(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
     MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "events", 1).close()
     assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
@@ -440,10 +440,6 @@ def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsy
         RunFolder(copied).params()
     assert cli.main(["plot", "attention", str(copied), "a", "--output", "none.svg"]) == 2
     assert "tokenizer.model" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_an_earlier_version_is_restored_as_before(run):
-    assert RunFolder(run).params().step == 1
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_the_golden_run_gives_references_the_recorded_scores(translator):
 def test_training_does_not_continue_the_golden_run_but_begins_with_its_parameters(tmp_path):
     """Its optimizer state has other names. Nothing in the folder is taken for damaged."""
     run = RunFolder(shutil.copytree(GOLDEN, tmp_path / "run"))
-    with pytest.raises(ValueError, match="an earlier version.*--training.init-from .*/run"):
+    with pytest.raises(ValueError, match="cannot be continued.*--training.init-from .*/run"):
         run.begin(run.config(), pytest.fail)
     params = run.params().params
     zeros = jax.tree.map(jnp.zeros_like, params)

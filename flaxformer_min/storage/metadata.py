@@ -155,9 +155,7 @@ def types_by_path(types: PyTree) -> dict[str, str]:
 
 def cost_of(description: dict) -> float | None:
     """Return the cost of a checkpoint's metric, or None if it was not validated."""
-    if description.get("metric"):
-        return Metric(*description["metric"]).cost
-    return description.get("rank")  # the name and the meaning of the cost in earlier versions
+    return Metric(*description["metric"]).cost if description.get("metric") else None
 
 
 def metadata_file(folder: Path, step: int) -> Path:

@@ -191,7 +191,6 @@ class RunFolder:
         """
         self._check_ours()
         self._check_continues()
-        config = self._named_as_before(config)
         differing = differences(self.config(), config) if self.exists else []
         if differing and self._has_checkpoint():
             file = self.path / "config.json"
@@ -222,20 +221,11 @@ class RunFolder:
         description = read_metadata(self.checkpoints, steps[0]) if steps else None
         if description is not None and "batches" not in description:
             raise ValueError(
-                f"the training of {self.path} cannot be continued: its checkpoints are those of an "
-                "imported model or of an earlier version, and this one can only translate with "
-                "them. Begin a new run with their parameters: another --workdir and "
+                f"the training of {self.path} cannot be continued: its checkpoints have no "
+                "position in the training data, as those of an imported model. Begin a new run "
+                "with their parameters: another --workdir and "
                 f"--training.init-from {self.path}."
             )
-
-    def _named_as_before(self, config: Config) -> Config:
-        """Return the settings with the class of the model alone if the run recorded no more."""
-        recorded = self.config().model.architecture if self.exists else ""
-        if not records(recorded, config.model.architecture):
-            return config
-        return dataclasses.replace(
-            config, model=dataclasses.replace(config.model, architecture=recorded)
-        )
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ValueError unless `model` has this run's settings; dropout may differ."""
@@ -360,15 +350,6 @@ class RunFolder:
         if config.model.source_vocab_size is None and config.data.tokenizers == "trained":
             return "tokenizer.model", "tokenizer.model"
         return "source_tokenizer.model", "target_tokenizer.model"
-
-
-def records(recorded: str, name: str) -> bool:
-    """Return whether a run recorded the model of this name; earlier versions, its class alone.
-
-    >>> records("Mine", "Mine(attention=Own)"), records("Mine(attention=Own)", "Mine")
-    (True, False)
-    """
-    return recorded in (name, name.partition("(")[0])
 
 
 def without_caches(config: Config) -> Config:
