@@ -84,6 +84,9 @@ class ModelConfig:
     num_layers: int = setting(6, at_least=1, less_than=1_000)
     """N, the number of layers in the encoder and in the decoder."""
 
+    num_decoder_layers: int | None = setting(None, at_least=1, less_than=1_000)
+    """Layers of the decoder, if not N: a shallow one translates faster. None: N."""
+
     d_model: int = setting(512, at_least=2, less_than=1_000_000)
     """Width of embeddings and hidden states."""
 
@@ -145,6 +148,11 @@ class ModelConfig:
 
     architecture: str = setting("")
     """Class and parts of the model of `train(model=...)`, set by `train`; empty: this package's."""
+
+    @property
+    def decoder_depth(self) -> int:
+        """The number of layers in the decoder."""
+        return self.num_decoder_layers or self.num_layers
 
     def __post_init__(self):
         """Validate types, ranges and combinations."""

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
     def setup(self):
         """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
         layer = remat(self.layer_class, self.config.remat)
-        self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
+        self.layer = [layer(self.config) for _ in range(self.config.decoder_depth)]
         if self.config.norm == "pre":
             self.final_norm = layer_norm(self.config)
 
