@@ -306,7 +306,7 @@ class SearchConfig:
     """Most tokens by which a translation may be longer than its source."""
 
     min_length: int = setting(0, at_least=0, less_than=2**30, may_change=True)
-    """Fewest tokens of a translation, EOS not counted, if max_extra_tokens allows so many."""
+    """Fewest tokens of a translation, EOS not counted, as far as max_extra_tokens allows."""
 
     early_stopping: bool = setting(True, may_change=True)
     """Once beam_size hypotheses have finished, continue an unfinished one only if its score exceeds

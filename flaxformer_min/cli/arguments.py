@@ -117,8 +117,8 @@ def _add_score(commands: Any) -> None:
     add("source", metavar="SOURCE", help="file of sentences")
     add("target", metavar="TARGET", help="file of their translations, line by line")
     add("--per-token", action="store_true",
-        help="write each token and its log-probability after that of the pair, separated by tabs "
-        "(default: that of the pair only)")
+        help="write each token and its log-probability after the pair's, separated by tabs "
+        "(default: the pair's only)")
     add("--json", action="store_true",
         help="write one JSON object per line: line, log_prob, tokens, log_probs "
         "(default: the number only)")
@@ -219,7 +219,7 @@ def _add_device(parser: _Parser) -> None:
     _add_settings(parser, ("batch_size",))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
         help="type of the computations; on a CPU, bfloat16 applies to products with weights only; "
-        "auto is bfloat16 on a TPU and on GPUs that have it (default: that of training)")
+        "auto is bfloat16 on a TPU and on GPUs that have it (default: as in training)")
 
 
 def _add_settings(parser: Any, names: Sequence[str]) -> None:

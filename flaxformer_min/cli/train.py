@@ -67,7 +67,7 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
         try:
             try:
                 settings = read_arguments(argv, prog)
-            except BrokenPipeError:  # the help's; training goes on without a reader
+            except BrokenPipeError:  # nobody reads the help; training continues
                 drop_unwritable()
                 return CLOSED_PIPE
             tune_malloc()

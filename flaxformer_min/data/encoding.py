@@ -34,7 +34,7 @@ class SentenceEncoder(Protocol):
         """Return the ids of each text, ending in EOS."""
 
     def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
-        """Return up to `count` segmentations, that of `encode_batch` first. Used if count > 1."""
+        """Return up to `count` segmentations, first `encode_batch`'s. Used if count > 1."""
 
     def log_probs(self) -> np.ndarray:
         """Return the log-probability of each piece in nats. Used with several segmentations."""

@@ -217,7 +217,7 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
             for number, line in enumerate(lines):
                 check_text(line, number)
                 yield from filter(None, re.split("[\n\0]", line))
-        except BaseException as error:  # an interrupt, too: SentencePiece tells its text alone
+        except BaseException as error:  # an interrupt, too: SentencePiece reports only its text
             raised.append(error)
             raise
 

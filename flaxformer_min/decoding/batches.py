@@ -73,7 +73,7 @@ SINGLE_THREADED = {"xla_cpu_multi_thread_eigen": False}
 
 
 def compiler_options(cores: int) -> dict[str, Any]:
-    """Return the options to compile with for so many cores, less those that XLA_FLAGS sets."""
+    """Return the compiler's options for `cores` cores, except for options that XLA_FLAGS sets."""
     options = OPTIONS.get(backend(), {}) | (SINGLE_THREADED if cores > 1 else {})
     chosen = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if f"--{name}" not in chosen}
@@ -148,7 +148,7 @@ def capacity_of(width: int, steps: int, config: SearchConfig) -> int:
 
     Few translations need much more than their source. Attention reads the whole cache, in which
     the hypotheses of a beam share most of their tokens: with 2.5 entries a token for a beam of four
-    none of 2,000 sentences outgrew it, with 2 nine did. An exact search goes on for long after the
+    none of 2,000 sentences outgrew it, with 2 nine did. An exact search continues long after the
     best translation has ended. Multiples of 16 spare a CPU's vector units a remainder.
     """
     tokens = width + width // 8 + 4
@@ -316,11 +316,11 @@ class BatchRunner:
 
 
 def _compiled(config: SearchConfig) -> SearchConfig:
-    """Return the settings that a program is compiled for, without those that are arguments."""
+    """Return the settings that a program is compiled for; the others are its arguments."""
     competing = config.beam_size > 1 and not config.sample
     return dataclasses.replace(
         config,
-        # Hypotheses that do not compete go on until each has ended, so both kinds are the same.
+        # Hypotheses that do not compete are all searched to their end in either case.
         early_stopping=config.early_stopping or not competing,
         max_extra_tokens=1,
         batch_size=None,

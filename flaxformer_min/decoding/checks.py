@@ -30,7 +30,7 @@ def check_begin(
 
 
 def check_vocabulary(vocab: int, suppressed: tuple[int, ...]) -> None:
-    """Raise ValueError unless logits have tokens to choose, and those that are suppressed."""
+    """Raise ValueError unless the vocabulary has regular tokens, and all suppressed ones."""
     if vocab <= FIRST_REGULAR_ID:
         raise ValueError(
             "decode_step must return logits of more than the special tokens, which are "

@@ -51,10 +51,10 @@ def model_of_run(
 
 
 def name_of_model(model: nn.Module | None) -> str:
-    """Return the name that a run records of a model of one's own; None has none.
+    """Return the name recorded for a custom model; empty for None.
 
-    It is that of the class, and of all classes, functions and modules that the model was built
-    with; of a `partial` that of its function.
+    It has the names of the class, and of all classes, functions and modules that the model was
+    built with. A `partial` counts as its function.
 
     >>> name_of_model(Transformer(ModelConfig(), position_function=partial(jnp.sin)))
     'Transformer(position_function=sin)'

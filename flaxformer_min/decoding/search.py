@@ -3,7 +3,7 @@
     encode the sources, read the prefixes                                  `search`
     while more than half of the sentences are alive: take a step           `_step`
         the model reads the newest tokens                                  `decode_step`
-        each sentence chooses which hypotheses end, and how others go on   `advance`, `choices`
+        each sentence ends some hypotheses and extends the others          `advance`, `choices`
     keep the alive half, with twice the room in its cache; again           `_halve`
 
 Finished hypotheses are kept apart from live ones, so they never take a slot of the beam. A slot
@@ -333,7 +333,7 @@ def _step(
 
 
 def _give_up(sentences: Sentence, is_full: Bool[Array, " batch"]) -> Sentence:
-    """Return the sentences, of which those that are alive with a full cache end."""
+    """Return the sentences; alive ones with a full cache are ended."""
     outgrown = sentences.is_alive() & is_full
     live = sentences.live
     log_prob = jnp.where(outgrown[:, None], -jnp.inf, live.log_prob)
@@ -343,7 +343,7 @@ def _give_up(sentences: Sentence, is_full: Bool[Array, " batch"]) -> Sentence:
 
 
 def _record(found: Hypotheses, sentences: Sentence) -> Hypotheses:
-    """Return what is found, with that of these sentences so far."""
+    """Return `found`, updated with what these sentences have found so far."""
     new = Hypotheses(*sentences.finished, sentences.is_outgrown)
     return jax.tree.map(
         lambda old, new: old.at[sentences.row].set(new, unique_indices=True), found, new

@@ -94,7 +94,7 @@ class Translator:
         Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
         executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
-        that of the layers' computations, "float32", "bfloat16" or "auto"; None: that of training.
+        type of the layers' computations, "float32", "bfloat16" or "auto"; None: as in training.
         On a CPU, bfloat16 applies to products with weights only.
         Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
         different vocabularies.
@@ -106,8 +106,8 @@ class Translator:
         for folder, other in zip(folders, tokenizers, strict=True):
             if other != tokenizers[0]:
                 raise ValueError(
-                    "the models of an ensemble must have the same vocabulary; that of "
-                    f"{folder.path} differs from that of {folders[0].path}. Train both with one."
+                    "the models of an ensemble must have the same vocabulary; "
+                    f"{folder.path} has another than {folders[0].path}. Train both with one."
                 )
         configs = [folder.model_config() for folder in folders]
         trained = [

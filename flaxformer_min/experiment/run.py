@@ -103,7 +103,7 @@ def train(
     stop: StopCheck = None,
     profile: int = 0,
 ) -> TrainResult:
-    """Train a translation model in the folder `workdir`, or continue the run that is there.
+    """Train a translation model in the folder `workdir`, or continue the run in it.
 
     pairs:      sentence pairs as {"train": ..., "validation": ..., "test": ...}, instead of
                 `config.data.corpus`; "test" may be missing. Lists, or any objects with `len` and

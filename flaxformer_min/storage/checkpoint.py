@@ -164,8 +164,8 @@ class Checkpoints:
     ) -> None:
         """Save in the background; the arrays may be donated as soon as this returns.
 
-        `metric` is that of a validated checkpoint. Raises OSError if this or the last checkpoint
-        cannot be written.
+        `metric` is the score of a validated checkpoint. Raises OSError if this or the last
+        checkpoint cannot be written.
         """
         import orbax.checkpoint as ocp
 

@@ -96,7 +96,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
 def check_parameters(folder: Path, step: int, like: Mapping[str, PyTree]) -> None:
     """Raise ValueError if a checkpoint describes parameters of other names, shapes or types.
 
-    `check_identity` cannot tell two models of one's own apart that differ in these alone.
+    Two custom models that differ only in these look alike to `check_identity`.
     """
     described = (read_metadata(folder, step) or {}).get("arrays") or {}
     own = types_of({name: like[name] for name in MODELS if name in like})

@@ -18,7 +18,7 @@ MOST_NAME_BYTES = 200
 """Most bytes of a file's own name in the names of its unfinished versions."""
 
 ABANDONED = 24 * 3600
-"""Seconds after the last change from which a partial folder is that of a killed process."""
+"""Seconds after the last change after which a partial folder counts as abandoned."""
 
 GZIP = b"\x1f\x8b"
 """How a gzip file begins; no text in UTF-8 does."""

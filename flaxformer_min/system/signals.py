@@ -37,11 +37,11 @@ POLL_SECONDS = 0.2
 class StopRequest:
     """Records the first SIGINT, SIGTERM or SIGHUP, so that the current work can be finished.
 
-    A context manager for the main thread, and a `StopCheck`. `signal_number` is None or that of the
-    signal; a program that ends because of it should exit with `status`. A second signal, `AT_ONCE`
-    later or more, ends the process at once, unless it is SIGHUP: a terminal that is closed may send
-    it twice, once from the system and once from the shell. Where SIGHUP is ignored, as under nohup,
-    it stays ignored.
+    A context manager for the main thread, and a `StopCheck`. `signal_number` is the signal's
+    number, or None; a program that ends because of it should exit with `status`. A second signal,
+    `AT_ONCE` later or more, ends the process at once, unless it is SIGHUP: a terminal that is
+    closed may send it twice, once from the system and once from the shell. Where SIGHUP is ignored,
+    as under nohup, it stays ignored.
     """
 
     def __init__(self, announcement: str = ""):

@@ -23,7 +23,7 @@ class Window:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Exclude the time until now, such as that of a validation, from the rates."""
+        """Exclude the time until now, for example of a validation, from the rates."""
         self._since, self._tokens, self._steps = time.perf_counter(), 0.0, 0
 
     def add(self, metrics: Mapping[str, float]) -> None:

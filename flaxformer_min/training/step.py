@@ -300,7 +300,7 @@ def _updated(
         params = optax.apply_updates(state.params, updates)
 
     def kept(new: Array, old: Array) -> Array:
-        # In its own type, which that of the gradient may widen: a checkpoint has this type.
+        # A gradient of a wider type must not widen the state, whose types a checkpoint records.
         return jnp.where(finite, new.astype(old.dtype), old)
 
     params, opt_state = jax.tree.map(kept, (params, opt_state), (state.params, state.opt_state))

@@ -191,7 +191,7 @@ class CldrConfig(tfds.core.BuilderConfig):
 class CldrPhrases(tfds.core.GeneratorBasedBuilder):
     """Phrases of the Unicode CLDR in two locales, as a translation dataset of tfds.
 
-    The version contains that of Babel, the source of the CLDR data: 1.218.0 is Babel 2.18.0.
+    The version contains Babel's version, the source of the CLDR data: 1.218.0 is Babel 2.18.0.
     """
 
     VERSION = tfds.core.Version(_version(importlib.metadata.version("babel")))

@@ -37,7 +37,7 @@ class Pairs(Sequence[Pair], abc.ABC):
 
     @abc.abstractmethod
     def identity(self) -> list:
-        """Return a JSON-serializable description that differs from that of other data."""
+        """Return a JSON-serializable description, different for other data."""
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that identify the pairs, for caches of what is computed from them.

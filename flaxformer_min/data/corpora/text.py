@@ -116,7 +116,7 @@ class _Lines:
 
     def _load(self) -> None:
         with self.path.open("rb") as file:
-            # Of the open file: by path, it could be that of a file that has replaced this one.
+            # Of the open file: the path may name a file that has replaced this one.
             status = os.fstat(file.fileno())
             if self.path.suffix == ".gz":
                 try:
