@@ -1,8 +1,8 @@
 """Ablations on Multi30k, after the paper's table 3: one training for each row.
 
-    python benchmarks/ablations.py --corpus text:DIR --steps 1600 --docs docs/log \\
-        --training.warmup-steps 400 --training.cooldown-steps 1200 \\
-        --training.learning-rate-scale 0.679
+    python benchmarks/ablations.py --corpus text:DIR --steps 1600 \\
+        --json ablations.json --picture docs/images/ablations.png --training.warmup-steps 400 \\
+        --training.cooldown-steps 1200 --training.learning-rate-scale 0.679
 
 Each row is `train.py configs/multi30k_en_de.py` with one change, for the same number of steps, on
 the same text, in the same order of rows unless that is the change, each on one core. Any other
@@ -13,8 +13,8 @@ three seeds.
 If it is stopped, by Ctrl-C or a power cut, the same command continues: finished runs are kept,
 interrupted ones resume. Other options need another --folder.
 
-With --docs it writes the measurements so far, after each run: ablations.json, ablations.md with the
-table and ablations.png. Their interpretation belongs in another file.
+After each run, --json and --picture are written with the measurements so far. The table is printed
+at the end.
 """
 
 import argparse
@@ -310,21 +310,15 @@ def draw(lines: Sequence[Line], steps: int) -> Any:
     return figure
 
 
-def write_docs(docs: Path, folder: Path, common: tuple[str, ...], steps: int, title: str) -> None:
-    """Write the measurements so far as data, as a table and as a picture."""
-    lines = list(measured(folder, common))
-    if not lines:
-        return
-    docs.mkdir(parents=True, exist_ok=True)
-    rows = [{**line._asdict(), "row": line.row.name} for line in lines]
-    content = {"title": title, "rows": rows}
-    write_atomically(docs / "ablations.json", json.dumps(content, indent=2) + "\n")
-    text = (
-        "# Ablations\n\nMade by `benchmarks/ablations.py`, which overwrites this file.\n\n"
-        f"{title}\n\n{table_of(lines)}\n\n![BLEU and perplexity of each row](ablations.png)\n"
-    )
-    write_atomically(docs / "ablations.md", text)
-    save(draw(lines, steps), docs / "ablations.png")
+def write(settings: argparse.Namespace, common: tuple[str, ...], title: str) -> None:
+    """Write the measurements so far as data and as a picture, where they were asked for."""
+    lines = list(measured(settings.folder, common))
+    if settings.json and lines:
+        rows = [{**line._asdict(), "row": line.row.name} for line in lines]
+        content = {"title": title, "rows": rows}
+        write_atomically(settings.json, json.dumps(content, indent=2) + "\n")
+    if settings.picture and lines:
+        save(draw(lines, settings.steps), settings.picture)
 
 
 def read_rows(text: str, seeds: int) -> list[tuple[Row, int]]:
@@ -355,7 +349,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     parser.add_argument("--seeds", type=int, default=1, help="where a row names no number")
     parser.add_argument("--jobs", type=int, default=cores(), help="trainings at once, a core each")
     parser.add_argument("--folder", type=Path, default=Path("runs/ablations"), help="of the runs")
-    parser.add_argument("--docs", type=Path, help="folder of table and picture")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--picture", type=Path, help="draw the rows here")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, train nothing")
     settings, others = parser.parse_known_args(arguments)
     try:
@@ -400,8 +395,7 @@ def main(arguments: Sequence[str]) -> int:
     title = f"{settings.steps:,} steps of {CONFIG} {shlex.join(others)}; {machine('jax')}"
 
     def tell() -> None:
-        if settings.docs:
-            write_docs(settings.docs, settings.folder, common, settings.steps, title)
+        write(settings, common, title)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failed = train_all(missing, sorted(os.sched_getaffinity(0))[: settings.jobs], tell)

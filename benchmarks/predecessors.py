@@ -1,6 +1,7 @@
 """The recurrent models that came before, beside the Transformer: all of docs/why_attention.md.
 
-    python benchmarks/predecessors.py --corpus text:DIR --languages en-de --docs docs
+    python benchmarks/predecessors.py --corpus text:DIR --languages en-de \\
+        --json why_attention.json --pictures docs/images
 
 DIR has Multi30k. Three models of equal size (0.9 M parameters) are trained on equal text in an
 equal order: a recurrent encoder-decoder through one fixed vector, the same with attention, and the
@@ -145,19 +146,20 @@ def with_spread(numbers: Sequence[float], digits: int) -> str:
     return mean if len(numbers) == 1 else f"{mean} ({ends[0]} to {ends[1]})"
 
 
-def write_docs(study: Study, args: argparse.Namespace) -> None:
-    """Write what has been measured so far: numbers, a table and pictures."""
+def write(study: Study, args: argparse.Namespace) -> None:
+    """Print the scores so far; write all numbers and draw the pictures, if that was asked for."""
     numbers = summary(study, args.seeds)
-    log, images = args.docs / "log", args.docs / "images"
-    for folder in (log, images):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(log / "why_attention.json", json.dumps(numbers, ensure_ascii=False) + "\n")
-    rows = quality_rows(numbers)
-    text = (
-        "# Why attention: all scores\n\nMade by `benchmarks/predecessors.py`, which overwrites "
-        f"this file. {machine('jax')}.\n\n{table(rows) if rows else ''}\n"
-    )
-    write_atomically(log / "why_attention.md", text)
+    if rows := quality_rows(numbers):
+        print(f"{machine('jax')}\n\n{table(rows)}")
+    if args.json:
+        write_atomically(args.json, json.dumps(numbers, ensure_ascii=False) + "\n")
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        draw(numbers, args.pictures)
+
+
+def draw(numbers: Mapping[str, Any], images: Path) -> None:
+    """Draw the pictures of docs/why_attention.md for which all numbers are there."""
     complete = all(len(task["models"]) == len(MODELS) for task in numbers["tasks"].values())
     if complete:
         save(figures.quality_figure(numbers["tasks"]), images / "why_quality.png")
@@ -178,7 +180,8 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--languages", default="en-de", help="of the corpus")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each model on each task")
     parser.add_argument("--folder", type=Path, default=Path("runs/predecessors"), help="of results")
-    parser.add_argument("--docs", type=Path, help="write log/why_attention.* and images/why_* here")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures, why_*.png")
     parser.add_argument("--minutes", type=float, help="save and end after so long")
     parser.add_argument("--only", choices=("train", "times", "rest"),
         help="one part of the work")  # fmt: skip
@@ -216,8 +219,7 @@ def work(study: Study, args: argparse.Namespace) -> None:
             gradients(study, args.seeds)
             equal_time(study, step_times(study)["batch"])
     finally:
-        if args.docs:
-            write_docs(study, args)
+        write(study, args)
 
 
 if __name__ == "__main__":

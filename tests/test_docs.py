@@ -21,7 +21,7 @@ from flaxformer_min.system.distributed import Distributed
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted(DOCS.glob("*.md"))]
-ALL_PAGES = [*PAGES, *sorted((DOCS / "log").glob("*.md")), *sorted(ROOT.glob("C*.md"))]
+ALL_PAGES = [*PAGES, *sorted(ROOT.glob("C*.md"))]
 REFERENCE = (DOCS / "command_line.md").read_text(encoding="utf-8")
 RUN_ELSEWHERE = {"README.md": "test_readme.py", "extending.md": "test_extending.py"}
 COMMAND_NAMES = set(make_parser()._subparsers._group_actions[0].choices)

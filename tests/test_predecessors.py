@@ -350,7 +350,8 @@ def benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "cross_attention", look)
     monkeypatch.setattr(study, "chain_of", lambda model, length: length)
     given = ["--corpus", "text:x", "--folder", str(tmp_path / "runs"), "--seeds", "1"]
-    return lambda *more: module.main([*given, "--docs", str(tmp_path / "docs"), *more])
+    given += ["--json", str(tmp_path / "why.json"), "--pictures", str(tmp_path / "pictures")]
+    return lambda *more: module.main([*given, *more])
 
 
 @pytest.mark.slow
@@ -362,14 +363,14 @@ def test_the_benchmark_makes_what_is_missing_and_keeps_the_rest(benchmark, tmp_p
     made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*.json")}
     # 6 rates, 9 trainings, 2 of equal time, 3 timings, 3 gradients, 2 attentions, the chains
     assert len(made) == 26
-    pictures = {file.name for file in (tmp_path / "docs" / "images").iterdir()}
+    pictures = {file.name for file in (tmp_path / "pictures").iterdir()}
     names = ("quality", "bottleneck", "gradients", "parallel", "looks")
     assert pictures == {f"why_{name}.png" for name in names}
     (tmp_path / "runs" / "copy-attention-0.json").unlink()
     assert benchmark() == 0
     again = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*.json")}
     assert {name for name in again if again[name] != made[name]} == {"copy-attention-0.json"}
-    written = json.loads((tmp_path / "docs" / "log" / "why_attention.json").read_text())
+    written = json.loads((tmp_path / "why.json").read_text())
     # Twice the seconds, half the steps; the better rate; nine of ten sentences are right.
     assert written["equal_time"]["fixed vector"]["steps"] == 400
     assert written["tasks"]["copy"]["models"]["Transformer"]["rate"] == 0.005
