@@ -103,10 +103,12 @@ def test_the_program_of_an_imported_model_reads_texts_as_its_run_does(tmp_path):
 
 
 def test_one_artifact_serves_every_platform(tmp_path):
-    """Its own record says for which it was lowered, and how many texts it takes."""
+    """It names the platforms and the number of texts; its README names the version of jax."""
     from jax import export
 
     export_alone(make_tiny_run(tmp_path / "run"), tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert f"up to six months newer than {jax.__version__}" in readme
     program = export.deserialize(bytearray((tmp_path / "out" / "translate.stablehlo").read_bytes()))
     assert program.platforms == ("cpu", "cuda", "tpu")
     assert str(program.in_avals[-1].shape) == "(sentences, length)"

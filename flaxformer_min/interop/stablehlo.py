@@ -86,4 +86,5 @@ def _readme(model: RunModel, longest: int, weights_inside: bool) -> str:
         extra=model.decoding.max_extra_tokens,
         sentences=MOST_SENTENCES,
         longest=longest,
+        jax=jax.__version__,
     )
