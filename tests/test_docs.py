@@ -222,6 +222,19 @@ def test_the_messages_that_troubleshooting_quotes_are_those_of_the_package():
             assert part.strip(" .") in known, message
 
 
+# Promises
+
+
+def test_every_promise_of_reliability_names_its_test():
+    """Each row of the first table names one test, by the beginning of its name, and its file."""
+    rows = read(DOCS / "reliability.md").split("\n## ")[0].split("|---|\n")[1].splitlines()
+    assert len(rows) > 40
+    for row in rows:
+        name, file = re.search(r"\| `(\w+)` \| `(\w+)` \|$", row).groups()
+        tests = re.findall(r"^def test_(\w+)", read(ROOT / "tests" / f"test_{file}.py"), re.M)
+        assert sum(test.startswith(name) for test in tests) == 1, row
+
+
 # Form
 
 
