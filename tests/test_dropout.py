@@ -10,6 +10,7 @@ import reference
 from numpy.testing import assert_allclose, assert_array_equal
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.kernels.dropout import hashed_words, keep_mask
 from flaxformer_min.model.add_and_norm import AddAndNorm
 from flaxformer_min.model.dropout import Dropout
 from flaxformer_min.model.embedding import Embedding
@@ -34,6 +35,34 @@ def test_dropout_drops_its_share_and_scales_up_the_rest_so_that_the_mean_stays(r
     ratio = np.asarray(layer(x, jax.random.key(2))) / x
     assert abs((ratio == 0).mean() - rate) < binomial_error(rate, SIZE)
     assert_allclose(ratio[ratio != 0], 1 / (1 - rate), rtol=1e-5)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, 1999])
+def test_neighbours_are_dropped_independently(distance):
+    """Next to each other, and below each other."""
+    keep = keep_mask(jax.random.key(3), 0.3, SHAPE, jnp.arange(101))
+    keep = np.asarray(keep).ravel()
+    correlation = np.corrcoef(keep[:-distance], keep[distance:])[0, 1]
+    assert abs(correlation) < 5 / math.sqrt(SIZE)
+
+
+def test_bits_of_hashed_words_are_fair_and_independent_of_each_other():
+    """A fair coin for each of the 32 bits, and no two of them alike more often than not."""
+    rows = jnp.arange(1 << 16)
+    words = np.asarray(hashed_words(jax.random.key(6), (1 << 16,), rows))
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.abs(bits.mean(0) - 0.5).max() < 5 * math.sqrt(0.25 / (1 << 16))
+    correlation = np.corrcoef(bits.T) - np.eye(32)
+    assert np.abs(correlation).max() < 5 / math.sqrt(1 << 16)
+
+
+def test_rows_and_keys_have_unrelated_words():
+    """In the order of a batch, with the negative numbers of a second pass, and by another key."""
+    rows = jnp.concatenate([jnp.arange(32), -1 - jnp.arange(32)])
+    one, other = (hashed_words(jax.random.key(seed), (64, 1024), rows) for seed in (7, 8))
+    high = (np.concatenate([one, other]) >> 24).astype(np.float32)
+    assert np.abs(np.corrcoef(high) - np.eye(128)).max() < 6 / math.sqrt(1024)
+    assert np.abs(np.corrcoef(high.T[:64]) - np.eye(64)).max() < 6 / math.sqrt(128)
 
 
 def test_without_a_key_or_a_rate_dropout_is_the_identity():

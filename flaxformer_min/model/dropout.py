@@ -1,9 +1,10 @@
 """Dropout (section 5.4)."""
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
+
+from flaxformer_min.kernels.dropout import keep_mask
 
 Rows = Int[Array, " rows"] | None
 """The number of each row, which decides its masks; None: its place in the batch."""
@@ -26,9 +27,5 @@ class Dropout(nn.Module):
             return x
         if rows is None:
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)
-        key = self.make_rng("dropout")
-
-        def mask_of(row: Int[Array, ""]) -> Bool[Array, "..."]:
-            return jax.random.bernoulli(jax.random.fold_in(key, row), 1 - self.rate, x.shape[1:])
-
-        return jnp.where(jax.vmap(mask_of)(rows), x / (1 - self.rate), 0).astype(x.dtype)
+        keep = keep_mask(self.make_rng("dropout"), self.rate, x.shape, rows)
+        return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
