@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import fnmatch
 import importlib.util
 import re
 import shlex
@@ -238,7 +239,7 @@ def test_every_promise_of_reliability_names_its_test():
 # Form
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_no_line_of_a_page_is_longer_than_a_screen_is_wide(page):
     lines = enumerate(read(page).splitlines(), start=1)
     wide = [number for number, line in lines if len(line) > LONGEST_LINE]
@@ -299,6 +300,13 @@ def test_every_figure_among_the_results_of_the_readme_is_in_the_page_it_links_to
         linked = "".join(read(ROOT / link) for link in links)
         for figure in re.findall(r"\d[\d,]*\.?\d*", row):
             assert re.search(rf"(?<![\d.,]){re.escape(figure)}", linked), (figure, row)
+
+
+def test_contributing_names_every_benchmark():
+    table = read(ROOT / "CONTRIBUTING.md").split("## Benchmarks")[1]
+    names = {path.name for path in (ROOT / "benchmarks").iterdir() if path.is_file()}
+    patterns = re.findall(r"`([\w*]+\.(?:py|sh))`", table)
+    assert {name for each in patterns for name in fnmatch.filter(names, each)} == names
 
 
 def test_both_languages_report_the_same_results():

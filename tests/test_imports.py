@@ -1,6 +1,7 @@
 """Imports run downwards, and files and functions stay short enough to read."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_every_part_of_the_package_has_its_floor():
     """A new folder or file needs a decision: what may it import, and which may import it?"""
     parts = {part_of(name_of(path)) for path in MODULES}
     assert parts - {"__init__"} <= set().union(*FLOORS)
+
+
+def test_contributing_shows_the_floors():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| (.*?) \|", text, re.MULTILINE)
+    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == FLOORS[1:]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from flaxformer_min.cli.score import score
 from flaxformer_min.cli.translate import translate
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.config_fields import field_descriptions
+from flaxformer_min.interop import FORMATS, OPTIONS
 
 DESCRIPTION = "Train translation models; translate, score, evaluate and plot with them."
 OWN = "default: the run's own setting"
@@ -178,11 +179,11 @@ def _add_interop(commands: Any) -> None:
     add = parser.add_argument
     add("runs", metavar="RUN", nargs=1, help="the folder of a run")
     add("out", metavar="OUT", help="the folder to write; it must be new or empty")
-    add("--format", required=True, choices=("ctranslate2", "marian", "stablehlo"),
+    add("--format", required=True, choices=FORMATS,
         help="CTranslate2, Marian of Hugging Face, or a StableHLO program for jax (no default)")
-    add("--quantization", choices=("int8", "int16", "float16", "bfloat16"),
+    add("--quantization", choices=OPTIONS["quantization"][1],
         help="type of CTranslate2's weights (default: float32)")
-    add("--weights", choices=("inside", "beside"),
+    add("--weights", choices=OPTIONS["weights"][1],
         help="where a StableHLO program has its weights (default: beside)")
     purpose = "make a run from a Marian model, such as OPUS-MT's"
     parser = _add_command(commands, "import", purpose, import_)
