@@ -36,7 +36,8 @@ NUMBERS += [float("nan"), float("inf")]
 TEXTS = ["", " ", "-", "--", "nan", "1e999", "9" * 30, "-1", "0", "1", "2.0", "None", "[]", "{}"]
 TEXTS += ["../x", "/dev/null", "/dev/full", ".", "a" * 5_000, "\udcff", "\x00", "\n", "é\u202e한"]
 TEXTS += ["tfds:planted_set", "tfds:planted:set", "text:", "cldr:en-en", "text:/proc/self/mem"]
-KINDS = ("settings", "metrics", "tokenizer", "cache", "model", "command", "training command")
+KINDS = ("settings", "metrics", "tokenizer", "cache", "model", "model of Marian's own")
+KINDS += ("command", "training command")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Place:
     def model(self) -> Path:
         """Return the folder of the run's model as Marian's, to be imported."""
         return self.scratch / "marian"
+
+    @property
+    def marians_own(self) -> Path:
+        """Return the folder of a model in Marian's own files."""
+        return self.scratch / "marians_own"
 
     @property
     def work(self) -> Path:
@@ -88,6 +94,23 @@ def prepare(place: Place) -> None:
     (data / "dataset_info.json").write_text('{"name": "planted_set", "version": "1.0.0"}')
     encode(place)
     export(place.run, place.model, format="marian")
+    make_marians_own(place.marians_own)
+
+
+def make_marians_own(folder: Path) -> None:
+    """Write a tiny model as Marian leaves it after training, with a vocabulary in YAML and text."""
+    from marian_models import WORDS, pieces_of, train_spm, write_model, write_yml
+
+    folder.mkdir()
+    pieces = set()
+    for side in ("source", "target"):
+        pieces.update(pieces_of(train_spm(folder / f"{side}.spm", WORDS[side])))
+    write_yml(folder / "vocab.yml", sorted(pieces))
+    (folder / "vocab.txt").write_text("\n".join(sorted(pieces)))
+    write_model(folder, ["vocab.yml", "vocab.txt"], norm="pre")
+    (folder / "decoder.yml").rename(folder / "model.npz.decoder.yml")
+    for name in ("model.npz.best-bleu.npz", "model.npz.optimizer.npz"):
+        shutil.copy(folder / "model.npz", folder / name)
 
 
 def encode(place: Place) -> None:
@@ -224,8 +247,9 @@ def run_case(kind: str, rng: random.Random, place: Place) -> list[str]:
     elif kind == "cache":
         mutate_files(place.scratch / "cache" / "text", rng)
         return attempt(lambda: encode(place))
-    elif kind == "model":
-        model = shutil.copytree(place.model, place.work / "model")
+    elif kind.startswith("model"):
+        model = place.model if kind == "model" else place.marians_own
+        model = shutil.copytree(model, place.work / "model")
         mutate_files(model, rng)
         command = ["import", str(model), str(place.work / "imported")]
     elif kind == "command":

@@ -190,8 +190,11 @@ def _add_interop(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL",
         help="its folder: Hugging Face's, with model.safetensors, or Marian's own: an .npz with "
-        "its vocabulary and .spm files")
+        "its vocabulary and .spm files; or an .npz in a folder with several")
     add("run", metavar="RUN", help="the run folder to make; it must be new or empty")
+    add("--ignore", metavar="SETTING", action="append", default=[],
+        help="leave out a setting of the model's search that this package does not have, such as "
+        "no_repeat_ngram_size; may be repeated (default: refuse the model)")
 
 
 def _add_runs(parser: _Parser) -> None:

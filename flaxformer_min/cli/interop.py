@@ -23,7 +23,7 @@ def import_(args: argparse.Namespace, stop: Stop) -> int:
     _quiet_orbax()
     from flaxformer_min.interop import import_model
 
-    import_model(args.model, args.run)
+    import_model(args.model, args.run, ignore=args.ignore)
     run = shlex.quote(args.run)
     print(f"To translate with it: flaxformer-min translate {run}", file=sys.stderr)
     return 0

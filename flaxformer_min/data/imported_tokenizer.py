@@ -19,6 +19,13 @@ LANGUAGE_TAG = re.compile(">>.*?<<", re.DOTALL)
 """What a text begins with to choose one of several target languages, such as >>deu<<."""
 
 
+def symbols_of(model: bytes) -> tuple[str, ...]:
+    """Return the pieces that an import has listed to be split off a text (its added tokens)."""
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    return tuple(proto.ModelProto.FromString(model).trainer_spec.control_symbols)
+
+
 class ImportedTokenizer(Tokenizer):
     """One of two tokenizers that may share a vocabulary; pieces of the other side are never used.
 
@@ -27,7 +34,8 @@ class ImportedTokenizer(Tokenizer):
     vocab_size: number of pieces the model has embeddings for.
 
     Unlike a `Tokenizer` it may normalize texts, and may be unable to spell some. A language tag at
-    the beginning of a text is one piece. Raises ValueError unless it has our special ids.
+    the beginning of a text is one piece, and so is each of the model's `symbols_of` anywhere; what
+    is between them is segmented alone. Raises ValueError unless it has our special ids.
     """
 
     def __init__(self, model: bytes, vocab_size: int, where: str | Path = "the tokenizer"):
@@ -42,6 +50,8 @@ class ImportedTokenizer(Tokenizer):
             )
         pieces = [self._processor.id_to_piece(number) for number in range(vocab_size)]
         self._ids = {piece: number for number, piece in enumerate(pieces)}
+        self.symbols = tuple(sorted(symbols_of(model), key=len, reverse=True))
+        self._symbols = re.compile("|".join(map(re.escape, self.symbols)) or r"(?!)")
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int) -> "ImportedTokenizer":
@@ -57,15 +67,22 @@ class ImportedTokenizer(Tokenizer):
         """Return the ids of each text's pieces and EOS."""
         for index, text in enumerate(texts):
             check_text(text, index)
-        tags, rests = zip(*map(_split_tag, texts), strict=True) if texts else ((), ())
+        parts = [self._split(text) for text in texts]
         # By name, because a character that this side does not know may be a piece of the other.
-        pieces = self._processor.encode(list(rests), out_type=str)
-        return [self._to_ids([*tag, *each]) for tag, each in zip(tags, pieces, strict=True)]
+        rests = [rest for each in parts for _, rest in each]
+        pieces = iter(self._processor.encode(rests, out_type=str))
+        return [
+            self._to_ids([piece for whole, _ in each for piece in (*whole, *next(pieces))])
+            for each in parts
+        ]
 
     def encode_segmentations(self, text: str, count: int) -> list[list[int]]:
-        """Return up to `count` of the likeliest segmentations; the first is `encode`'s."""
-        best, (tag, rest) = self.encode(text), _split_tag(text)
-        if count == 1:
+        """Return up to `count` of the likeliest segmentations; the first is `encode`'s.
+
+        A text with a symbol has only that one.
+        """
+        best, ((tag, rest), *more) = self.encode(text), self._split(text)
+        if count == 1 or more:
             return [best]
         others = self._processor.nbest_encode(rest, nbest_size=count, out_type=str)
         encoded = [self._to_ids([*tag, *each]) for each in others]
@@ -75,6 +92,16 @@ class ImportedTokenizer(Tokenizer):
         """Return the unigram log-probability of each piece in nats; 0 where this side has none."""
         scores = super().log_probs()
         return np.minimum(scores, 0.0)
+
+    def _split(self, text: str) -> list[tuple[list[str], str]]:
+        """Return whole pieces and the text behind each: a tag or nothing, then a part a symbol."""
+        parts, end = [], 0
+        whole: list[str] = []
+        for match in (*self._symbols.finditer(text), None):
+            tag, rest = _split_tag(text[end : match.start() if match else len(text)])
+            parts.append(([*whole, *tag], rest))
+            whole, end = ([match[0]], match.end()) if match else ([], end)
+        return parts
 
     def _to_ids(self, pieces: list[str]) -> list[int]:
         return [*(self._ids.get(piece, UNK) for piece in pieces), EOS]

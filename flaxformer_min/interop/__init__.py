@@ -1,5 +1,6 @@
 """Export and import of models: CTranslate2, Marian of Hugging Face, StableHLO."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 FORMATS = ("ctranslate2", "marian", "stablehlo")
@@ -58,15 +59,26 @@ def export(
             write_stablehlo(model, folder, weights_inside=weights == "inside")
 
 
-def import_model(model: str | Path, run: str | Path) -> None:
+def import_model(model: str | Path, run: str | Path, *, ignore: Collection[str] = ()) -> None:
     """Make a run folder from a Marian model: of Hugging Face, or Marian's own npz with its spm.
 
     The run translates, scores and exports as any other, and `training.init_from` fine-tunes it.
+
+    model:  the model's folder, or an .npz in one that has several.
+    ignore: names of settings to leave out that this package's search does not have. They are noted
+            in import.json of the run.
+
     Raises ValueError for a model that is damaged, or in any part not understood.
     """
     from flaxformer_min.interop.marian_import import import_marian
 
-    import_marian(Path(model), Path(run))
+    try:
+        import_marian(Path(model), Path(run), tuple(ignore))
+    except MemoryError as error:
+        raise ValueError(
+            f"there is too little memory to import {model}: it takes about three times the size of "
+            "the weights in float32. Free some, or import it on another machine and copy the run."
+        ) from error
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

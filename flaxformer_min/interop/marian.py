@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.interop.marian_tensors import (
     FINAL_BIAS,
@@ -143,7 +144,15 @@ def _tokenizer_config(model: RunModel, target: dict[str, int]) -> dict[str, Any]
         "unk_token": pieces[UNK],
         "eos_token": pieces[EOS],
         "clean_up_tokenization_spaces": False,
+        **_added_tokens(model.tokenizers[1], target),
     }
+
+
+def _added_tokens(tokenizer: Any, target: dict[str, int]) -> dict[str, Any]:
+    """Return the tokens that an imported model splits off a text, as MarianTokenizer lists them."""
+    symbols = tokenizer.symbols if isinstance(tokenizer, ImportedTokenizer) else ()
+    listed = {str(target[each]): {"content": each, "normalized": False} for each in symbols}
+    return {"added_tokens_decoder": listed} if listed else {}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,10 @@ names it. Nothing is executed or unpickled.
 """
 
 import dataclasses
+import json
+import logging
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,35 +19,28 @@ import numpy as np
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig
 from flaxformer_min.data.corpora import GIVEN
-from flaxformer_min.interop.marian_npz import (
-    find_model,
-    hugging_face_names,
-    read_npz,
-    read_pieces,
-    search_settings,
-    segmenters,
-    settings_of,
-)
-from flaxformer_min.interop.marian_settings import Settings, read_settings
+from flaxformer_min.interop.files import read_file, read_json
+from flaxformer_min.interop.marian_folder import MarianFiles, find_files, search_settings
+from flaxformer_min.interop.marian_npz import hugging_face_names, read_npz, settings_of
+from flaxformer_min.interop.marian_settings import Settings, Tokens, read_settings
 from flaxformer_min.interop.marian_tensors import FINAL_BIAS, bias_path, tensors
+from flaxformer_min.interop.marian_vocabulary import read_vocabulary
 from flaxformer_min.interop.run_model import (
     ParamsTree,
     check_new_folder,
     leaf,
     param_shapes,
 )
-from flaxformer_min.interop.safetensors import parse_json, read_safetensors
-from flaxformer_min.interop.vocabulary import (
-    Vocabulary,
-    make_vocabulary,
-    read_vocabulary,
-    sentencepiece_model,
-)
+from flaxformer_min.interop.safetensors import read_safetensors
+from flaxformer_min.interop.sentencepiece_models import sentencepiece_model
+from flaxformer_min.interop.vocabulary import Specials, Vocabulary, make_vocabulary, pieces_by_id
 from flaxformer_min.languages import check_languages, join_languages
 from flaxformer_min.model.positions import sinusoidal_encoding
 from flaxformer_min.storage.checkpoint import check_path
 from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.system.files import folder_atomically, write_atomically
+
+LOGGER = logging.getLogger("flaxformer_min")
 
 WEIGHTS = "model.safetensors"
 
@@ -74,52 +70,71 @@ class MarianModel(NamedTuple):
     segmenters: tuple[bytes, bytes]
 
 
-def import_marian(folder: Path, run: Path) -> None:
-    """Make the run folder `run` from a folder of Hugging Face, or of Marian itself."""
+def import_marian(model: Path, run: Path, ignore: Collection[str] = ()) -> None:
+    """Make the run folder `run` from a folder of Hugging Face, from one of Marian, or an .npz."""
     run = check_new_folder(run)
-    if not folder.is_dir():
-        raise ValueError(f"a model is a folder; there is none at {folder}.")
-    of_marian = not (folder / "config.json").exists() and any(folder.glob("*.npz"))
-    of_marian = of_marian or (folder / "decoder.yml").exists()
-    write_run(read_npz_model(folder) if of_marian else read_marian(folder), run)
+    if not model.is_dir() and not (model.suffix == ".npz" and model.exists()):
+        raise ValueError(f"a model is a folder, or an .npz of Marian; there is none at {model}.")
+    own = ("decoder.yml",) if (model / "config.json").exists() else ("*decoder.yml", "*.npz")
+    of_marian = model.suffix == ".npz" or any(any(model.glob(each)) for each in own)
+    marian = read_npz_model(model, ignore) if of_marian else read_marian(model, ignore)
+    for name in ignore:
+        if name not in marian.settings.ignored:
+            raise ValueError(
+                "only settings of a search, or unknown ones, can be ignored; "
+                f"{name!r} is none that {model} sets. Leave it out."
+            )
+    write_run(marian, run)
 
 
-def read_marian(folder: Path) -> MarianModel:
+def read_marian(folder: Path, ignore: Collection[str] = ()) -> MarianModel:
     """Return the model in a folder of Hugging Face."""
-    settings = read_settings(folder)
+    settings, tokens = read_settings(folder, ignore)
     path = _weights_file(folder)
     weights = read_safetensors(path)
-    source = _read_vocabulary(folder / "vocab.json", settings, settings.vocab_sizes[0])
-    target = source
-    if settings.separate_vocabularies:
-        target = _read_vocabulary(folder / "target_vocab.json", settings, settings.vocab_sizes[1])
-    segmenters = tuple(
-        sentencepiece_model(read_file(folder / name), vocabulary, folder / name)
-        for name, vocabulary in (("source.spm", source), ("target.spm", target))
+    vocabularies = _vocabularies(folder, settings, tokens)
+    segmenters = _segmenters([folder / "source.spm", folder / "target.spm"], vocabularies)
+    return MarianModel(settings, weights, path, vocabularies, segmenters)
+
+
+def read_npz_model(model: Path, ignore: Collection[str] = ()) -> MarianModel:
+    """Return the model in a folder with Marian's own files, or of an .npz in such a folder."""
+    files = find_files(model)
+    path, arrays = files.model, read_npz(files.model)
+    settings = settings_of(arrays, path)
+    settings = dataclasses.replace(settings, **search_settings(files.description, ignore))
+    both = (files.vocabularies[0], files.vocabularies[-1])
+    source, target = (
+        read_vocabulary(file, size) for file, size in zip(both, settings.vocab_sizes, strict=True)
     )
+    if settings.model.embeddings == "shared":
+        if source.pieces != target.pieces:
+            raise ValueError(
+                f"{path} shares one table of embeddings; its vocabularies must be equal."
+            )
+        target = source
+    segmenters = _segmenters(_sentencepiece_files(files), (source, target))
+    weights = hugging_face_names(arrays, settings.model)
     return MarianModel(settings, weights, path, (source, target), segmenters)
 
 
-def read_npz_model(folder: Path) -> MarianModel:
-    """Return the model in a folder with Marian's own files."""
-    path, files = find_model(folder)
-    arrays = read_npz(path)
-    settings = dataclasses.replace(settings_of(arrays, path), **search_settings(folder))
-    vocabularies = []
-    for file, size in zip((files[0], files[-1]), settings.vocab_sizes, strict=True):
-        content = read_pieces(file)
-        if "<pad>" in content:
-            raise ValueError(f"{file}: '<pad>' is not understood; Marian has none.")
-        vocabularies.append(_vocabulary(file, {**content, "<pad>": size - 1}, settings, size))
-    source, target = vocabularies
-    if not settings.separate_vocabularies and source.pieces != target.pieces:
-        raise ValueError(f"{path} shares one table of embeddings; its vocabularies must be equal.")
-    models = tuple(
+def _sentencepiece_files(files: MarianFiles) -> list[Path]:
+    """Return the files that segment source and target: the vocabularies, or those beside them."""
+    own = [files.vocabularies[0], files.vocabularies[-1]]
+    names = ("source.spm", "target.spm")
+    pairs = zip(own, names, strict=True)
+    return [file if file.suffix == ".spm" else files.model.parent / name for file, name in pairs]
+
+
+def _segmenters(
+    files: list[Path], vocabularies: tuple[Vocabulary, Vocabulary]
+) -> tuple[bytes, bytes]:
+    """Return the SentencePiece models of both sides, with the ids of their vocabularies."""
+    source, target = (
         sentencepiece_model(read_file(file), vocabulary, file)
-        for file, vocabulary in zip(segmenters(folder, files), vocabularies, strict=True)
+        for file, vocabulary in zip(files, vocabularies, strict=True)
     )
-    weights = hugging_face_names(arrays, settings.model)
-    return MarianModel(settings, weights, path, (source, target), models)
+    return source, target
 
 
 def write_run(marian: MarianModel, run: Path) -> None:
@@ -130,6 +145,9 @@ def write_run(marian: MarianModel, run: Path) -> None:
     with folder_atomically(run) as scratch:
         folder = RunFolder(scratch)
         write_atomically(scratch / "config.json", config.to_json())
+        if marian.settings.ignored:
+            note = {"model": marian.path.parent.name, "ignored": marian.settings.ignored}
+            write_atomically(scratch / "import.json", json.dumps(note, indent=2) + "\n")
         for side, model in zip(("source", "target"), marian.segmenters, strict=True):
             write_atomically(scratch / f"{side}_tokenizer.model", model)
         folder.tokenizers()
@@ -139,14 +157,19 @@ def write_run(marian: MarianModel, run: Path) -> None:
 
 
 def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
-    """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors."""
+    """Return our parameters. Raises ValueError for missing, unknown or misshapen tensors.
+
+    Each of `marian.weights` is removed once it is converted, or both would be in memory.
+    """
     if config.num_layers > len(marian.weights):  # before a model of so many layers is laid out
         raise ValueError(
             f"{marian.path} must have the {config.num_layers:,} layers that the settings give it; "
             f"it has {len(marian.weights):,} tensors."
         )
     source, target = marian.vocabularies
-    weights = dict(marian.weights)
+    weights = marian.weights
+    weights.setdefault(FINAL_BIAS, np.zeros((1, target.size), np.float32))
+    _check_names({each.name for each in tensors(config)}, marian)
     shapes = param_shapes(config)
     params: ParamsTree = {}
     for each in tensors(config):
@@ -157,28 +180,20 @@ def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
             vocabulary, axis = target, 1
         shape = list(leaf(shapes, each.path).shape)
         if vocabulary is not None:
-            shape[axis] -= vocabulary.added
+            shape[axis] = vocabulary.size
         shape = shape[::-1] if each.is_kernel else shape
         values = _take(weights, each.name, shape, marian.path)
         values = values.T if each.is_kernel else values
         if vocabulary is not None:
             values = vocabulary.reorder(values, axis)
         _set(params, each.path, np.ascontiguousarray(values))
-    weights.setdefault(FINAL_BIAS, np.zeros((1, _imported_size(target)), np.float32))
-    bias = _take(weights, FINAL_BIAS, [1, _imported_size(target)], marian.path)
+    bias = _take(weights, FINAL_BIAS, [1, target.size], marian.path)
     if (path := bias_path(config)) is not None:
         _set(params, path, target.reorder_bias(bias[0]))
-    _check_rest(weights, marian)
     return params
 
 
-def _imported_size(vocabulary: Vocabulary) -> int:
-    return len(vocabulary.pieces) - vocabulary.added
-
-
 def _take(weights: dict[str, np.ndarray], name: str, shape: list[int], path: Path) -> np.ndarray:
-    if name not in weights:
-        raise ValueError(f"{path} must have the tensor {name!r}; it is missing.")
     values = weights.pop(name)
     if list(values.shape) != shape:
         raise ValueError(
@@ -188,13 +203,6 @@ def _take(weights: dict[str, np.ndarray], name: str, shape: list[int], path: Pat
     if not np.isfinite(values).all():
         raise ValueError(f"{path}: {name!r} must be finite; some of its numbers are not.")
     return values
-
-
-def read_file(path: Path) -> bytes:
-    """Return a file's bytes. Raises ValueError if there is none."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} must have a file {path.name}; it is missing.")
-    return path.read_bytes()
 
 
 def _weights_file(folder: Path) -> Path:
@@ -216,28 +224,59 @@ def _weights_file(folder: Path) -> Path:
     )
 
 
-def _read_vocabulary(path: Path, settings: Settings, size: int) -> Vocabulary:
-    return _vocabulary(path, parse_json(read_file(path), path), settings, size)
-
-
-def _vocabulary(path: Path, content: dict[str, Any], settings: Settings, size: int) -> Vocabulary:
-    pieces = read_vocabulary(content, path, size)
-    for name, number in settings.named_specials.items():
-        if content.get(name) != number:
+def _vocabularies(
+    folder: Path, settings: Settings, tokens: Tokens
+) -> tuple[Vocabulary, Vocabulary]:
+    """Return source and target vocabulary; one object if they share a table of embeddings."""
+    shared = settings.model.embeddings == "shared"
+    path = folder / ("vocab.json" if shared else "target_vocab.json")
+    content = _content(path, settings.vocab_sizes[1], tokens)
+    for name, role in ((tokens.pad, "pad"), (tokens.eos, "eos")):
+        if content.get(name) != tokens.ids[role]:
             raise ValueError(
-                f"{path} must give {name!r} the id {number}, as the model's settings do; got "
-                f"{content.get(name)!r}."
+                f"{path} must give {name!r} the id {tokens.ids[role]}, as the model's settings do; "
+                f"got {content.get(name)!r:.80}."
             )
-    if "<unk>" not in content:
-        raise ValueError(f"{path} must have the piece '<unk>'; it is missing.")
-    return make_vocabulary(pieces, settings.specials(content["<unk>"]))
+    start = next((name for name, number in content.items() if number == tokens.ids["start"]), None)
+    target = _vocabulary(path, content, settings.vocab_sizes[1], tokens, tokens.ids["start"])
+    if shared:
+        return target, target
+    path = folder / "vocab.json"
+    content = _content(path, settings.vocab_sizes[0], tokens)
+    source_start = content.get(start) if start is not None else None
+    return _vocabulary(path, content, settings.vocab_sizes[0], tokens, source_start), target
+
+
+def _content(path: Path, size: int, tokens: Tokens) -> dict[str, Any]:
+    """Return the ids of a vocab.json and of the added tokens that have an embedding."""
+    content = read_json(path)
+    for piece, number in tokens.added.items():
+        if content.get(piece, number) != number:
+            raise ValueError(
+                f"{path} must give {piece!r} the id of the added token, {number}; got "
+                f"{content[piece]!r:.80}."
+            )
+        if number < size:
+            content[piece] = number
+    return content
+
+
+def _vocabulary(
+    path: Path, content: dict[str, Any], size: int, tokens: Tokens, start: int | None
+) -> Vocabulary:
+    pieces = pieces_by_id(content, path, size)
+    for name in (tokens.unk, tokens.eos):
+        if name not in content:
+            raise ValueError(f"{path} must have the piece {name!r}; it is missing.")
+    specials = Specials(content.get(tokens.pad), content[tokens.unk], start, content[tokens.eos])
+    return make_vocabulary(pieces, specials, [piece for piece in tokens.added if piece in content])
 
 
 def _config(marian: MarianModel) -> Config:
     settings, target = marian.settings, marian.vocabularies[1]
     bias = marian.weights.get(FINAL_BIAS)
     tied = settings.model.embeddings != "separate"
-    has_bias = target.added or (bias is not None and bool(bias.any()))
+    has_bias = bool(target.added) or (bias is not None and bool(bias.any()))
     return Config(
         data=DataConfig(
             corpus=GIVEN, languages=_languages(settings.languages), tokenizers="imported"
@@ -248,7 +287,8 @@ def _config(marian: MarianModel) -> Config:
         decoding=SearchConfig(
             beam_size=settings.beam_size,
             length_penalty=settings.length_penalty,
-            suppressed=target.our_ids(settings.suppressed),
+            min_length=settings.min_length,
+            suppressed=tuple(sorted({*target.our_ids(settings.suppressed), *target.unnamed})),
         ),
     )
 
@@ -269,9 +309,15 @@ def _set(params: ParamsTree, path: tuple[str, ...], values: np.ndarray) -> None:
     params[path[-1]] = values
 
 
-def _check_rest(weights: dict[str, np.ndarray], marian: MarianModel) -> None:
-    """Some files repeat tied weights or hold the table of positions; anything else is unknown."""
-    for name, values in weights.items():
+def _check_names(needed: Collection[str], marian: MarianModel) -> None:
+    """Raise ValueError for a tensor that is missing, or one too many.
+
+    Some files repeat tied weights or hold the table of positions; anything else is unknown.
+    """
+    for name in sorted({*needed} - {*marian.weights}):
+        raise ValueError(f"{marian.path} must have the tensor {name!r}; it is missing.")
+    for name in sorted({*marian.weights} - {*needed, FINAL_BIAS}):
+        values = marian.weights.pop(name)
         if name.endswith("embed_positions.weight"):
             _check_positions(name, values, marian)
             continue

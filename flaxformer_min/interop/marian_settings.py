@@ -1,14 +1,15 @@
 """The settings of a Marian model in Hugging Face's format, each of which must be understood."""
 
 import dataclasses
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.interop.files import read_json
 from flaxformer_min.interop.marian import EPSILON
-from flaxformer_min.interop.run_model import nearest_alpha
-from flaxformer_min.interop.safetensors import parse_json
-from flaxformer_min.interop.vocabulary import Specials
+from flaxformer_min.interop.marian_search import NAMES, SPECIAL_IDS, read_search
 
 ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish", "gelu": "gelu"}
 
@@ -25,23 +26,11 @@ OPTIONAL = {
     "normalize_embedding": False,
     "add_final_layer_norm": False,
     "is_decoder": False,
-    "forced_bos_token_id": None,
     "tie_encoder_decoder": False,
     "add_cross_attention": False,
     "pruned_heads": {},
-    "begin_suppress_tokens": None,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "repetition_penalty": 1.0,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "do_sample": False,
-    "prefix": None,
 }
-"""Settings that may be missing, or have this value."""
-
-SPECIAL_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+"""Settings of the model that may be missing, or have this value."""
 
 SIZES = {
     f"{side}_{name}"
@@ -50,68 +39,59 @@ SIZES = {
 } | {"d_model", "vocab_size", *SPECIAL_IDS}
 """Settings that must be whole numbers."""
 
-READ = {
+HEEDED = {
     "activation_function",
     "activation_dropout",
     "attention_dropout",
-    "bad_words_ids",
     "decoder_vocab_size",
     "dropout",
-    "forced_eos_token_id",
-    "length_penalty",
-    "num_beams",
     "share_encoder_decoder_embeddings",
-    "suppress_tokens",
     "tie_word_embeddings",
 }
-"""Other settings that are heeded."""
+"""Other settings of the model that are heeded."""
 
 WITHOUT_EFFECT = {
-    *("_from_model_config", "_name_or_path", "_num_labels", "add_bias_logits", "architectures"),
-    *("bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout"),
-    *("decoder_layerdrop", "dtype", "early_stopping", "encoder_layerdrop", "extra_pos_embeddings"),
+    *("_name_or_path", "_num_labels", "add_bias_logits", "architectures", "_commit_hash"),
+    *("_attn_implementation_autoset", "chunk_size_feed_forward", "classif_dropout"),
+    *("classifier_dropout", "cross_attention_hidden_size", "decoder_layerdrop", "dtype"),
+    *("encoder_layerdrop", "extra_pos_embeddings", "finetuning_task"),
     *("force_bos_token_to_be_generated", "gradient_checkpointing", "id2label", "init_std"),
-    *("label2id", "max_length", "max_position_embeddings", "num_hidden_layers"),
-    *("num_return_sequences", "output_attentions", "output_hidden_states", "output_past"),
-    *("output_scores", "problem_type", "return_dict", "return_dict_in_generate", "temperature"),
-    *("task_specific_params", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript"),
-    *("transformers_version", "use_bfloat16", "use_cache", "renormalize_logits"),
+    *("label2id", "max_position_embeddings", "num_hidden_layers", "output_past"),
+    *("problem_type", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
+    *("tokenizer_class", "torch_dtype", "torchscript", "use_bfloat16"),
 }
-"""Settings of training, of the library or of sampling. Positions have no limit here. What is null
-has no effect either, whatever it is."""
+"""Settings of training or of the library. Positions have no limit here. What is null has no effect
+either, whatever it is."""
 
-TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+KNOWN = {*REQUIRED, *OPTIONAL, *SIZES, *HEEDED, *WITHOUT_EFFECT, *NAMES}
+
+TOKENS = {
+    "pad": ("pad_token", "<pad>"),
+    "unk": ("unk_token", "<unk>"),
+    "eos": ("eos_token", "</s>"),
+}
+"""Settings of tokenizer_config.json that name the special tokens, and the usual names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What config.json, generation_config.json and tokenizer_config.json say.
+    """What the files of a model say besides weights and vocabularies.
 
     model:       with the vocabulary sizes of the files; see `with_vocabulary`.
-    vocab_sizes: of source and target, as imported.
+    vocab_sizes: numbers of embeddings of source and target, as imported.
     languages:   of source and target; empty where they are not named.
     suppressed:  imported ids that the search may not produce, special tokens among them.
+    ignored:     settings that were left out because the user said so.
     """
 
     model: ModelConfig
     vocab_sizes: tuple[int, int]
-    separate_vocabularies: bool
     languages: tuple[str, str]
     beam_size: int
     length_penalty: float
-    pad: int
-    eos: int
-    start: int
+    min_length: int = 0
     suppressed: frozenset[int] = frozenset()
-
-    @property
-    def named_specials(self) -> dict[str, int]:
-        """The ids that vocab.json must repeat."""
-        return {"<pad>": self.pad, "</s>": self.eos}
-
-    def specials(self, unk: int) -> Specials:
-        """Return the ids of all special tokens."""
-        return Specials(pad=self.pad, unk=unk, start=self.start, eos=self.eos)
+    ignored: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_vocabulary(self, sizes: list[int], output_bias: bool) -> ModelConfig:
         """Return the model's settings for vocabularies of these sizes."""
@@ -124,64 +104,99 @@ class Settings:
         )
 
 
-def read_settings(folder: Path) -> Settings:
-    """Return the settings of a model. Raises ValueError for one that is not understood."""
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The special and the added tokens of Hugging Face's tokenizer.
+
+    pad, unk, eos: their pieces.
+    ids:           of pad, eos and the decoder's start in the target's vocabulary.
+    added:         ids of pieces that are not in vocab.json, or are split off a text all the same.
+    """
+
+    pad: str
+    unk: str
+    eos: str
+    ids: dict[str, int]
+    added: dict[str, int]
+
+
+def read_settings(folder: Path, ignore: Collection[str] = ()) -> tuple[Settings, Tokens]:
+    """Return the settings of a model. Raises ValueError for one that is not understood.
+
+    ignore: settings to leave out.
+    """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{folder} must be a model of Hugging Face; it has no config.json.")
-    config = parse_json(path.read_bytes(), path)
-    generation = _optional(folder / "generation_config.json")
-    tokenizer = _optional(folder / "tokenizer_config.json")
+    config, generation = read_json(path), _optional(folder / "generation_config.json")
     search, config = _without_nulls({**config, **generation}), _without_nulls(config)
-    _check_settings(config, path)
-    _check_settings(search, folder / "generation_config.json")
-    _check_tokenizer(tokenizer, folder)
-    start, pad = config["decoder_start_token_id"], config["pad_token_id"]
-    source_size = config["vocab_size"]
-    target_size = config.get("decoder_vocab_size") or source_size
-    if type(target_size) is not int or target_size < 0:
-        raise ValueError(f"{path}: decoder_vocab_size must be a whole number; got {target_size!r}.")
+    search = {**search, **_single_ends(search)}
+    config = {**config, **_single_ends(config)}
+    unknown = _check_known(config, search, folder, ignore)
+    _check_model(config, path)
+    sizes = _vocabulary_sizes(config, path)
     shared = _flag(config, "share_encoder_decoder_embeddings", path)
-    if shared and source_size != target_size:
+    if shared and sizes[0] != sizes[1]:
         raise ValueError(f"{path}: shared embeddings need one vocab_size; got two.")
-    _check_id_range(config, target_size, path)
-    _check_same_specials(config, search, folder)
-    suppressed = _suppressed(search, target_size, folder)
-    return Settings(
-        model=_model_config(config, shared, (source_size, target_size), path),
-        vocab_sizes=(source_size, target_size),
-        separate_vocabularies=not shared,
+    _check_ids(config, search, sizes[1], folder)
+    found = read_search(search, sizes[1], folder, {*ignore} - {*unknown})
+    tokenizer = _optional(folder / "tokenizer_config.json")
+    settings = Settings(
+        model=_model_config(config, shared, sizes, path),
+        vocab_sizes=sizes,
         languages=_languages(tokenizer),
-        beam_size=_number(search, "num_beams", 4, folder),
-        length_penalty=_length_penalty(search, folder),
-        pad=pad,
-        eos=config["eos_token_id"],
-        start=start,
-        suppressed=suppressed,
+        beam_size=found.beam_size,
+        length_penalty=found.length_penalty,
+        min_length=found.min_length,
+        suppressed=found.suppressed,
+        ignored={**found.ignored, **unknown},
     )
+    return settings, _tokens(tokenizer, config, folder)
 
 
 def _without_nulls(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def _single_ends(settings: dict[str, Any]) -> dict[str, int]:
+    """Return the ends that are lists of one, as newer versions of transformers may write them."""
+    names = ("eos_token_id", "forced_eos_token_id")
+    values = {name: settings[name] for name in names if isinstance(settings.get(name), list)}
+    return {name: value[0] for name, value in values.items() if len(value) == 1}
+
+
 def _optional(path: Path) -> dict[str, Any]:
-    return parse_json(path.read_bytes(), path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
-def _check_settings(config: dict[str, Any], path: Path) -> None:
-    known = {*REQUIRED, *OPTIONAL, *SIZES, *READ, *WITHOUT_EFFECT}
-    if unknown := sorted(set(config) - known):
-        raise ValueError(f"{path}: the setting {unknown[0]!r} is not understood.")
+def _check_known(
+    config: dict[str, Any], search: dict[str, Any], folder: Path, ignore: Collection[str]
+) -> dict[str, Any]:
+    """Return the unknown settings to ignore. Raises ValueError for one that is not to be."""
+    settings = {**config, **search}
+    unknown = {name: settings[name] for name in sorted({*settings} - KNOWN)}
+    for name in unknown:
+        if name not in ignore:
+            file = "config.json" if name in config else "generation_config.json"
+            raise ValueError(
+                f"{folder / file}: the setting {name!r} is not understood. To import the model "
+                f"without it: --ignore {shlex.quote(name)}."
+            )
+    return unknown
+
+
+def _check_model(config: dict[str, Any], path: Path) -> None:
     for name, needed in REQUIRED.items():
         if config.get(name) != needed:
-            raise ValueError(f"{path}: {name} must be {needed!r}; got {config.get(name)!r}.")
+            raise ValueError(f"{path}: {name} must be {needed!r}; got {config.get(name)!r:.80}.")
     for name, needed in OPTIONAL.items():
         if config.get(name, needed) != needed:
-            raise ValueError(f"{path}: {name} must be {needed!r}; got {config[name]!r}.")
+            raise ValueError(f"{path}: {name} must be {needed!r}; got {config[name]!r:.80}.")
     for name in sorted(SIZES):
         if type(config.get(name)) is not int or config[name] < 0:
-            raise ValueError(f"{path}: {name} must be a whole number; got {config.get(name)!r}.")
+            raise ValueError(
+                f"{path}: {name} must be a whole number; got {config.get(name)!r:.80}."
+            )
     for name in ("layers", "ffn_dim", "attention_heads"):
         encoder, decoder = config[f"encoder_{name}"], config[f"decoder_{name}"]
         if encoder != decoder:
@@ -191,55 +206,72 @@ def _check_settings(config: dict[str, Any], path: Path) -> None:
             )
 
 
-def _check_tokenizer(tokenizer: dict[str, Any], folder: Path) -> None:
-    path = folder / "tokenizer_config.json"
-    for name, needed in TOKENS.items():
-        token = tokenizer.get(name, needed)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token != needed:
-            raise ValueError(f"{path}: {name} must be {needed!r}; got {token!r}.")
-    if tokenizer.get("sp_model_kwargs"):
-        raise ValueError(f"{path}: sp_model_kwargs are not understood; they must be empty.")
-    if (folder / "added_tokens.json").exists():
-        raise ValueError(f"{folder}: added_tokens.json is not understood.")
+def _vocabulary_sizes(config: dict[str, Any], path: Path) -> tuple[int, int]:
+    """Return the numbers of embeddings of source and target."""
+    source = config["vocab_size"]
+    target = config.get("decoder_vocab_size") or source
+    if type(target) is not int or target < 0:
+        raise ValueError(f"{path}: decoder_vocab_size must be a whole number; got {target!r:.80}.")
+    return source, target
 
 
-def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[int]:
-    """Return the imported ids that the search may not produce."""
-    eos = search["eos_token_id"]
-    if search.get("forced_eos_token_id", eos) != eos:
-        raise ValueError(f"{folder}: forced_eos_token_id must be eos_token_id.")
-    bad, tokens = search.get("bad_words_ids", []), search.get("suppress_tokens", [])
-    for name, value in (("bad_words_ids", bad), ("suppress_tokens", tokens)):
-        if not isinstance(value, list):
-            raise ValueError(f"{folder}: {name} must be a list; got {value!r}.")
-    words = [*bad, *([number] for number in tokens)]
-    for each in words:
-        if not isinstance(each, list) or len(each) != 1:
-            raise ValueError(f"{folder}: bad_words_ids may hold single tokens only; got {each!r}.")
-        if type(each[0]) is not int or not 0 <= each[0] < size or each[0] == eos:
-            raise ValueError(
-                f"{folder}: bad_words_ids and suppress_tokens must be ids below {size:,} other "
-                f"than that of the end; got {each[0]!r}."
-            )
-    return frozenset(number for (number,) in words)
-
-
-def _check_same_specials(config: dict[str, Any], search: dict[str, Any], folder: Path) -> None:
+def _check_ids(config: dict[str, Any], search: dict[str, Any], size: int, folder: Path) -> None:
     for name in SPECIAL_IDS:
+        if config[name] >= size:
+            raise ValueError(
+                f"{folder / 'config.json'}: {name} must be below {size:,}; got {config[name]:,}."
+            )
         if search[name] != config[name]:
             raise ValueError(
                 f"{folder}: {name} must be the same in config.json and generation_config.json; got "
-                f"{config[name]} and {search[name]}."
+                f"{config[name]} and {search[name]!r:.80}."
             )
 
 
-def _check_id_range(config: dict[str, Any], size: int, path: Path) -> None:
-    for name in SPECIAL_IDS:
-        if config[name] >= size:
-            raise ValueError(f"{path}: {name} must be below {size:,}; got {config[name]:,}.")
-    if config["eos_token_id"] in (config["pad_token_id"], config["decoder_start_token_id"]):
-        raise ValueError(f"{path}: eos_token_id must not be that of <pad> or the decoder's start.")
+def _tokens(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path) -> Tokens:
+    path = folder / "tokenizer_config.json"
+    if tokenizer.get("sp_model_kwargs"):
+        raise ValueError(f"{path}: sp_model_kwargs are not understood; they must be empty.")
+    names = {}
+    for role, (setting, usual) in TOKENS.items():
+        token = tokenizer.get(setting) or usual
+        names[role] = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(names[role], str):
+            raise ValueError(f"{path}: {setting} must be a piece; got {token!r:.80}.")
+    ids = {"pad": "pad_token_id", "eos": "eos_token_id", "start": "decoder_start_token_id"}
+    added = _added_tokens(tokenizer, folder)
+    return Tokens(
+        **names,
+        ids={role: config[name] for role, name in ids.items()},
+        added={piece: number for piece, number in added.items() if piece not in names.values()},
+    )
+
+
+def _added_tokens(tokenizer: dict[str, Any], folder: Path) -> dict[str, int]:
+    """Return the ids of tokens that were added to the tokenizer, by their pieces."""
+    path = folder / "tokenizer_config.json"
+    listed = tokenizer.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise ValueError(f"{path}: added_tokens_decoder must be an object; got {listed!r:.80}.")
+    added = _optional(folder / "added_tokens.json")
+    for number, token in listed.items():
+        piece = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(piece, str) or not number.isdecimal() or len(number) > 9:
+            raise ValueError(
+                f"{path}: an added token must have an id and content; got {token!r:.80}"
+            )
+        if token.get("single_word"):
+            raise ValueError(
+                f"{path}: the added token {piece!r} must not have single_word; this package splits "
+                "it off wherever it is in a text."
+            )
+        added[piece] = int(number)
+    for piece, number in added.items():
+        if not piece or type(number) is not int:
+            raise ValueError(
+                f"{folder}: an added token must be text with an id; got {piece!r:.80}."
+            )
+    return added
 
 
 def _model_config(
@@ -280,18 +312,6 @@ def _flag(config: dict[str, Any], name: str, path: Path) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{path}: {name} must be true or false; got {value!r}.")
     return value
-
-
-def _number(search: dict[str, Any], name: str, default: float, folder: Path) -> Any:
-    value = search.get(name, default)
-    if type(value) not in (int, float) or not 0 <= value < 1000:
-        raise ValueError(f"{folder}: {name} must be a number of at least 0; got {value!r}.")
-    return value
-
-
-def _length_penalty(search: dict[str, Any], folder: Path) -> float:
-    """Return our alpha that comes nearest to Hugging Face's exponent of the length."""
-    return nearest_alpha(_number(search, "length_penalty", 1.0, folder))
 
 
 def _languages(tokenizer: dict[str, Any]) -> tuple[str, str]:

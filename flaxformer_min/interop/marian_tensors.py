@@ -1,4 +1,7 @@
-"""The tensors of Hugging Face's MarianMTModel, and where `Transformer` has the same numbers."""
+"""The tensors of Hugging Face's MarianMTModel, and where `Transformer` has the same numbers.
+
+MarianMTModel has no norm behind its stacks of layers; theirs are named as in MBart.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,13 +49,15 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
                 yield from _attention(f"{name}.encoder_attn", (*path, "cross_attention"))
             yield from _linear(f"{name}.fc1", (*path, "feed_forward", "inner"), reads=True)
             yield from _linear(f"{name}.fc2", (*path, "feed_forward", "outer"), reads=False)
-            yield from _norm(f"{name}.final_layer_norm", (*path, "feed_forward_norm"))
+            yield from _norm(f"{name}.final_layer_norm", (*path, "feed_forward_norm", "norm"))
+        if config.norm == "pre":
+            yield from _norm(f"model.{side}.layer_norm", (side, "final_norm"))
 
 
 def _attention(name: str, path: tuple[str, ...]) -> Iterator[Tensor]:
     for ours, theirs in PROJECTIONS.items():
         yield from _linear(f"{name}.{theirs}", (*path, ours), reads=ours != "output")
-    yield from _norm(f"{name}_layer_norm", (*path[:-1], f"{path[-1]}_norm"))
+    yield from _norm(f"{name}_layer_norm", (*path[:-1], f"{path[-1]}_norm", "norm"))
 
 
 def _linear(name: str, path: tuple[str, ...], reads: bool) -> Iterator[Tensor]:
@@ -61,8 +66,8 @@ def _linear(name: str, path: tuple[str, ...], reads: bool) -> Iterator[Tensor]:
 
 
 def _norm(name: str, path: tuple[str, ...]) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (*path, "norm", "scale"), False, (0,))
-    yield Tensor(f"{name}.bias", (*path, "norm", "bias"), False, (0,))
+    yield Tensor(f"{name}.weight", (*path, "scale"), False, (0,))
+    yield Tensor(f"{name}.bias", (*path, "bias"), False, (0,))
 
 
 def bias_path(config: ModelConfig) -> tuple[str, ...] | None:

@@ -115,10 +115,27 @@ def nearest_alpha(exponent: float) -> float:
 def segmentation_code(model: RunModel) -> str:
     """Return Python code that makes `pieces` of `lines` by `source_spm`, as the run segments them.
 
-    An imported model has a piece for a language tag, which SentencePiece alone would spell.
+    An imported model has pieces for language tags and added tokens, which SentencePiece alone would
+    spell.
     """
-    if not isinstance(model.tokenizers[0], ImportedTokenizer):
+    tokenizer = model.tokenizers[0]
+    if not isinstance(tokenizer, ImportedTokenizer):
         return "pieces = source_spm.encode(lines, out_type=str)"
+    if tokenizer.symbols:
+        return (
+            "import re\n"
+            f"symbols = {list(tokenizer.symbols)!r}\n"
+            'split = re.compile("(" + "|".join(map(re.escape, symbols)) + ")")\n'
+            "def segment(part):\n"
+            f'    tag = re.match("{LANGUAGE_TAG.pattern}|", part, re.DOTALL)[0]'
+            "  # one piece, such as >>deu<<\n"
+            "    return [tag] * bool(tag) + source_spm.encode(part[len(tag) :], out_type=str)\n"
+            "pieces = [\n"
+            "    [piece for part in split.split(line)\n"
+            "     for piece in ([part] if part in symbols else segment(part))]\n"
+            "    for line in lines\n"
+            "]"
+        )
     return (
         "import re\n"
         f'tags = [re.match("{LANGUAGE_TAG.pattern}|", line, re.DOTALL)[0] for line in lines]'

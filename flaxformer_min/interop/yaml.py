@@ -1,100 +1,108 @@
-"""The part of YAML that Marian writes: one level of settings, lists, and vocabularies.
+"""YAML as Marian writes it, read from the events of PyYAML's parser: mappings, lists and texts.
 
-Marian's vocabularies have keys that YAML libraries read as other things (`yes`, `null`, `~`, `1`),
-so each key is text here, whatever it looks like.
+Every scalar is a text, whatever it looks like: vocabularies have pieces such as `yes`, `null`, `~`
+and `1`. Nothing is constructed from tags, and no alias is expanded.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
-KEY = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|\S.*?"
-ENTRY = re.compile(rf"({KEY})\s*:(?:\s+(.*))?")
+import yaml
 
-ESCAPES = {
-    **{"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r"},
-    **{"e": "\x1b", " ": " ", '"': '"', "/": "/", "\\": "\\", "N": "\x85", "_": "\xa0"},
-    **{"L": "\u2028", "P": "\u2029"},
-}
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+MOST_ENTRIES = 500_000
+"""Of a file, on all levels together."""
 
-def read_settings_text(content: bytes, path: Path) -> dict[str, Any]:
-    """Return settings as texts and lists of texts. Raises ValueError for deeper levels."""
-    settings: dict[str, Any] = {}
-    name = None
-    for number, line in enumerate(_lines(content, path), start=1):
-        stripped = line.strip()
-        if not stripped or stripped.startswith("#") or stripped == "---":
-            continue
-        in_list = name is not None and settings[name] in ("", [])
-        if stripped == "[]" and in_list:
-            settings[name] = []
-        elif stripped.startswith("- ") and (in_list or isinstance(settings.get(name), list)):
-            settings[name] = [*settings[name], _unquote(stripped[2:].strip(), path)]
-        else:
-            entry = ENTRY.fullmatch(line.rstrip())
-            if entry is None or line[0] == " ":
-                raise ValueError(f"{path}, line {number}: {stripped[:80]!r} is not understood.")
-            name = _unquote(entry[1], path)
-            if name in settings:
-                raise ValueError(f"{path}: {name!r} comes twice.")
-            settings[name] = _value((entry[2] or "").strip(), path)
-    return settings
+AS_TEXT = "\x7f\x85\u2028\u2029\ufeff\ufffe\uffff"
+"""Characters that Marian writes like letters, but that YAML 1.1 forbids or takes for line ends."""
+
+INDENTED = re.compile(r"^\? '.*", re.MULTILINE)
+"""A key as PyYAML writes it that contains line ends of YAML 1.1: each with two spaces behind it."""
 
 
-def _value(text: str, path: Path) -> str | list[str]:
-    if text.startswith("[") and text.endswith("]"):
-        return [_unquote(each.strip(), path) for each in text[1:-1].split(",") if each.strip()]
-    return _unquote(text, path)
-
-
-def read_mapping(content: bytes, path: Path) -> dict[str, int]:
-    """Return the ids of a vocabulary's pieces. Raises ValueError for one that comes twice."""
-    pieces: dict[str, int] = {}
-    long_key = None
-    for number, line in enumerate(_lines(content, path), start=1):
-        if not line.strip():
-            continue
-        if line.startswith("? "):  # a long key, whose value is on the next line
-            long_key = line[2:].strip()
-            continue
-        if long_key is not None:
-            line, long_key = long_key + line, None
-        entry = ENTRY.fullmatch(line.rstrip())
-        value = (entry[2] or "").strip() if entry else ""
-        if entry is None or not re.fullmatch(r"[0-9]{1,9}", value):
-            raise ValueError(f"{path}, line {number}: {line.strip()[:80]!r} is not understood.")
-        piece = _unquote(entry[1], path)
-        if piece in pieces:
-            raise ValueError(f"{path}: {piece!r} comes twice.")
-        pieces[piece] = int(value)
-    return pieces
-
-
-def _lines(content: bytes, path: Path) -> list[str]:
+def read_yaml(content: bytes, path: Path) -> Any:
+    """Return dictionaries, lists and texts. Raises ValueError for anything else in the file."""
     try:
-        return content.decode("utf-8").split("\n")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text; {error}.") from error
+    if text.count("\n") > 2 * MOST_ENTRIES:  # before the parser has read so many, which takes long
+        raise ValueError(f"{path} must have at most {MOST_ENTRIES:,} entries.")
+    text = INDENTED.sub(lambda key: re.sub("([\x85\u2028\u2029])  ", r"\1", key[0]), text)
+    stand_ins = _stand_ins(text)
+    try:
+        tree = _Tree(path, {other: own for own, other in stand_ins.items()})
+        for event in yaml.parse(text.translate(stand_ins), Loader=LOADER):
+            tree.add(event)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split()).replace('in "<unicode string>", ', "")
+        raise ValueError(f"{path} must be YAML; {reason[:200]}.") from error
+    return tree.root
 
 
-def _unquote(text: str, path: Path) -> str:
-    r"""Return the text of a scalar.
+def read_mapping(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the dictionary that is all of a file, empty for an empty file."""
+    tree = read_yaml(content, path)
+    if tree not in (None, "") and not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold names with values; line 1 begins otherwise.")
+    return tree or {}
 
-    >>> _unquote(r'"\"\x41\t"', Path("vocab.yml")), _unquote("'it''s'", Path("vocab.yml"))
-    ('"A\t', "it's")
-    """
-    if len(text) >= 2 and text[0] == text[-1] == "'":
-        return text[1:-1].replace("''", "'")
-    if len(text) < 2 or not text[0] == text[-1] == '"':
-        return text
 
-    def unescape(match: re.Match) -> str:
-        if match[1]:
-            return chr(int(match[1][1:], 16))
-        if match[2] not in ESCAPES:
-            raise ValueError(f"{path}: the escape {match[0]!r} is not understood.")
-        return ESCAPES[match[2]]
+def _stand_ins(text: str) -> dict[int, int]:
+    """Return a private character that the text does not have for each one of `AS_TEXT`."""
+    unused = (code for code in range(0x10F000, 0x10FFFD) if chr(code) not in text)
+    return {ord(character): next(unused) for character in AS_TEXT if character in text}
 
-    hexadecimal = "x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|U0010[0-9a-fA-F]{4}"
-    return re.sub(rf"\\(?:({hexadecimal})|(.))", unescape, text[1:-1])
+
+class _Tree:
+    """Nested containers that grow by one event at a time."""
+
+    def __init__(self, path: Path, restored: dict[int, int]):
+        """Begin empty; `restored`: what to replace in scalars."""
+        self.path, self._restored = path, restored
+        self.root: Any = None
+        self._open: list[Any] = []
+        self._keys: list[str | None] = []
+        self._entries = 0
+
+    def add(self, event: yaml.Event) -> None:
+        """Add a scalar, or begin or end a container."""
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise self._error(event, "an anchor or alias")
+        if getattr(event, "tag", None) is not None:
+            raise self._error(event, f"the tag {event.tag!r}")
+        if isinstance(event, yaml.ScalarEvent):
+            self._put(event.value.translate(self._restored), event)
+        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            container: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+            self._put(container, event)
+            self._open.append(container)
+            self._keys.append(None)
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            self._open.pop()
+            self._keys.pop()
+        elif isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
+            raise self._error(event, "a second document")
+
+    def _put(self, value: Any, event: yaml.Event) -> None:
+        self._entries += 1
+        if self._entries > 2 * MOST_ENTRIES:
+            raise ValueError(f"{self.path} must have at most {MOST_ENTRIES:,} entries.")
+        if not self._open:
+            self.root = value
+        elif isinstance(self._open[-1], list):
+            self._open[-1].append(value)
+        elif self._keys[-1] is not None:
+            self._open[-1][self._keys[-1]], self._keys[-1] = value, None
+        elif not isinstance(value, str):
+            raise self._error(event, "a name that is no text")
+        elif value in self._open[-1]:
+            raise ValueError(f"{self.path}: {value!r} comes twice.")
+        else:
+            self._keys[-1] = value
+
+    def _error(self, event: yaml.Event, what: str) -> ValueError:
+        line = event.start_mark.line + 1
+        return ValueError(f"{self.path}, line {line}: {what} is not understood.")

@@ -4,6 +4,7 @@ config.json               every setting, and the version of this format
 tokenizer.model           SentencePiece; or source_tokenizer.model and target_tokenizer.model
 checkpoints/STEP/         Orbax: parameters, optimizer, random key, position in the training data
 averaged/STEP/            Orbax: the mean of the last checkpoints, if it is better than the best
+import.json               of an imported model: settings of its search that were left out
 metrics.jsonl             one line per log and per validation
 tensorboard/              the same as TensorBoard events
 profile/                  timelines of a few steps, if requested
