@@ -5,14 +5,13 @@ import importlib.util
 NEEDED = ("starlette", "uvicorn", "sentencex", "python_multipart")
 
 
-def check_installed(purpose: str, *modules: str) -> None:
+def check_installed(what_needs: str, *modules: str) -> None:
     """Raise ImportError, with the command that installs them, unless all modules are there.
 
-    purpose: what needs them, as the subject of a sentence in the plural.
+    what_needs: how the message begins, such as "Servers need".
     """
     missing = [name for name in modules or NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(
-            f"{purpose} need {missing[0].replace('_', '-')}; install it with: "
-            "pip install 'flaxformer_min[server]'"
-        )
+        names = ", ".join(name.replace("_", "-") for name in missing)
+        command = "pip install 'flaxformer_min[server]'"
+        raise ImportError(f"{what_needs} {names}; install the extra with: {command}")

@@ -5,10 +5,13 @@ White space, markup and everything without a letter or digit stay as they are.
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from typing import Any
 
 from sentencex import segment
+
+from flaxformer_min.decoding.results import Translation
 
 LINE_BREAKS = re.compile("([\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+)")
 """What ends a line: the breaks of `str.splitlines`."""
@@ -48,8 +51,26 @@ class Document:
         """Return the document with a translation in place of each sentence."""
         parts = list(self._parts)
         for place, text in zip(self._places, translations, strict=True):
+            text = LINE_BREAKS.sub(" ", text)  # which a model may spell in bytes
             parts[place] = html.escape(text, quote=False) if self.is_html else text
         return "".join(parts)
+
+    def join_hypotheses(self, found: Sequence[Sequence[Translation]]) -> list[Translation]:
+        """Return translations of the document, whose numbers are sums over its sentences.
+
+        The first one joins the best translation of each sentence, the second one the second best,
+        and so on; a sentence with fewer keeps its last.
+        """
+        ranks = range(max(map(len, found), default=1))
+        rows = [[each[min(rank, len(each) - 1)] for each in found] for rank in ranks]
+        return [
+            Translation(
+                self.join([each.text for each in row]),
+                sum(each.log_prob for each in row),
+                sum(each.score for each in row),
+            )
+            for row in rows
+        ]
 
     def add(self, part: str, is_sentence: bool = False) -> None:
         """Append a part; an empty one is left out."""
@@ -87,6 +108,13 @@ def split_html(markup: str, source: str, target: str = "") -> Document:
         else:
             document.add(raw)
     return document
+
+
+def deal(documents: Sequence[Document], items: Sequence[Any]) -> Iterator[tuple[Document, list]]:
+    """Yield each document with its items, one for each of its sentences."""
+    rest = iter(items)
+    for document in documents:
+        yield document, [next(rest) for _ in document.sentences]
 
 
 def _add_sentences(document: Document, text: str, source: str, target: str) -> None:

@@ -9,7 +9,7 @@ from babel import Locale, UnknownLocaleError
 
 from flaxformer_min.decoding.results import Translation
 from flaxformer_min.server.batching import Batcher
-from flaxformer_min.server.documents import Document, split_html, split_text
+from flaxformer_min.server.documents import deal, split_html, split_text
 from flaxformer_min.server.pair import Pair
 from flaxformer_min.server.requests import Limits, Problem, Query, parse_query, parse_texts
 
@@ -58,18 +58,18 @@ class Service:
         found = await self.batcher.compute(search, sentences, pair.most)
         best = [hypotheses[0].text for hypotheses in found]
         response: dict[str, Any] = {
-            "translatedText": [document.join(part) for document, part in _deal(documents, best)]
+            "translatedText": [document.join(part) for document, part in deal(documents, best)]
         }
         if detected is not None:
             response["detectedLanguage"] = [detected] * len(documents)
         if query.alternatives:
             response["alternatives"] = [
-                _alternatives(document, part, query.alternatives)
-                for document, part in _deal(documents, found)
+                _others(document.join_hypotheses(part))[: query.alternatives]
+                for document, part in deal(documents, found)
             ]
         if query.confidence or query.attention:
             details = await self._details(pair, sentences, best, query)
-            response["sentences"] = [part for _, part in _deal(documents, details)]
+            response["sentences"] = [part for _, part in deal(documents, details)]
         return response if query.is_list else {name: one for name, (one,) in response.items()}
 
     async def _choose_pair(self, query: Query) -> tuple[Pair, dict[str, Any] | None]:
@@ -154,20 +154,10 @@ def _plain(code: str) -> str:
     return code.lower().replace("_", "-")
 
 
-def _deal(documents: list[Document], items: Sequence[Any]) -> list[tuple[Document, list[Any]]]:
-    """Return each document with its share of the items, one for each sentence of all."""
-    rest = iter(items)
-    return [(document, [next(rest) for _ in document.sentences]) for document in documents]
-
-
-def _alternatives(document: Document, found: list[list[Translation]], most: int) -> list[str]:
-    """Return up to `most` other translations of a document; of each sentence the next best one."""
-    count = max(map(len, found), default=1)
-    texts = [
-        document.join([each[min(rank, len(each) - 1)].text for each in found])
-        for rank in range(count)
-    ]
-    return list(dict.fromkeys(text for text in texts if text != texts[0]))[:most]
+def _others(found: list[Translation]) -> list[str]:
+    """Return the texts that differ from the first one, each once."""
+    texts = dict.fromkeys(each.text for each in found)
+    return list(texts)[1:]
 
 
 def _rounded(value: float) -> float | None:
