@@ -31,6 +31,7 @@ class Server:
         self._pairs, self._limits = list(pairs), limits
         self.app = App(Service(pairs, limits), access)
         self._stopping = threading.Event()
+        self.address = ""
         self._uvicorn: uvicorn.Server | None = None
         self._threads: list[threading.Thread] = []
 
@@ -54,7 +55,8 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
         name = f"[{host}]" if ":" in host else host
         names = ", ".join(f"{pair.source} to {pair.target}" for pair in self._pairs)
-        LOGGER.info("Serving %s at http://%s:%d", names, name, listener.getsockname()[1])
+        self.address = f"http://{name}:{listener.getsockname()[1]}"
+        LOGGER.info("Serving %s at %s", names, self.address)
         for target, arguments in ((self._uvicorn.run, [[listener]]), (self._compile, [])):
             self._threads.append(threading.Thread(target=target, args=arguments))
             self._threads[-1].start()

@@ -91,9 +91,11 @@ class Service:
         )
 
     async def _detect(self, texts: list[str], pairs: list[Pair]) -> list[dict[str, Any]]:
-        by_source = {pair.source: pair for pair in reversed(pairs)}.values()
+        by_source: dict[str, Pair] = {}
+        for pair in pairs:
+            by_source.setdefault(pair.source, pair)
         found = []
-        for pair in by_source:
+        for pair in by_source.values():
             split = [split_text(text, pair.source).sentences for text in texts]
             sentences = sum(split, [])[:SENTENCES_TO_DETECT]
             self._check(pair, sentences)
@@ -132,9 +134,10 @@ class Service:
                 detail["logProbs"] = [_rounded(value) for value in score.log_probs]
                 for shown, word in zip(detail["words"], words, strict=True):
                     shown["logProb"] = _rounded(word.log_prob)
-        for detail, (tokens, weights) in zip(details, *attention, strict=False):
-            detail["sourceTokens"] = tokens
-            detail["attention"] = weights.astype(float).round(4).tolist()
+        if query.attention:
+            for detail, (tokens, weights) in zip(details, *attention, strict=True):
+                detail["sourceTokens"] = tokens
+                detail["attention"] = weights.astype(float).round(4).tolist()
         return details
 
 
