@@ -26,6 +26,7 @@ class FakePair(Pair):
 
     seconds: what each batch takes.
     gate:    a batch waits until it is set.
+    begun:   how many batches have.
     """
 
     def __init__(self, source="en", target="de", most=16, seconds=0.0, prefix=""):
@@ -33,7 +34,7 @@ class FakePair(Pair):
         self.seconds, self.prefix, self.batches = seconds, prefix, []
         self.gate = threading.Event()
         self.gate.set()
-        self.begun = threading.Event()
+        self.begun = 0
 
     beam_size = 4
 
@@ -41,7 +42,7 @@ class FakePair(Pair):
         return [each[:1] for each in self.several(sentences)]
 
     def several(self, sentences):
-        self.begun.set()
+        self.begun += 1
         assert self.gate.wait(20)
         time.sleep(self.seconds)
         self.batches.append(list(sentences))
