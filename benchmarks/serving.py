@@ -159,7 +159,7 @@ def serve(pair: Any) -> str:
     from flaxformer_min.server.requests import Limits
     from flaxformer_min.server.run import Server
 
-    server = Server([pair], Access(), Limits())
+    server = Server([pair], Access(), Limits(deadline=600.0))  # for what is compiled meanwhile
     server.start("127.0.0.1", 0)
     return server.address
 

@@ -340,6 +340,18 @@ def watched(monkeypatch):
     return asked
 
 
+def test_twelve_dates_on_a_line_give_twelve_dates(call, mirror):
+    """Each is a sentence, and what stands between them stays; numbers are sums over a line."""
+    pytest.importorskip("sentencex")
+    dates = [f"It is May {day}, 2026." for day in range(1, 13)]
+    line = "  ".join(dates)
+    status, out, _ = call("translate {run} --split-sentences --scores", f"{line}\n\n...\n".encode())
+    assert mirror[0].lines == dates
+    text = "  ".join(date[::-1] for date in dates)
+    rows = ["-12.0000\t-24.0000\t" + text, "0.0000\t0.0000\t", "0.0000\t0.0000\t..."]
+    assert (status, out.splitlines()) == (0, rows)
+
+
 def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch):
     def run_out(*args, **settings):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
