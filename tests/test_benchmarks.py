@@ -73,6 +73,17 @@ def test_a_trained_run_is_measured_beside_ctranslate2(call, text, tmp_path):
         assert row in out
 
 
+def test_a_server_is_measured_beside_ctranslate2(call, tmp_path):
+    pytest.importorskip("ctranslate2")
+    pytest.importorskip("uvicorn")
+    decoding = SearchConfig(beam_size=2, max_extra_tokens=4)
+    run = make_tiny_run(tmp_path / "run", decoding=decoding, data=DataConfig(languages="en-es"))
+    (tmp_path / "lines").write_text("\n".join(LINES[:8]))
+    options = "--source", tmp_path / "lines", "--clients", "1", "4", "--rounds", "1"
+    out = call("serving", "--run", run, *options)
+    assert out.count("| flaxformer_min ") == out.count("| CTranslate2 ") == 2
+
+
 def test_an_imported_model_is_measured_beside_hugging_face(call, text):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

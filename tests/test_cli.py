@@ -54,6 +54,7 @@ def paths(tmp_path_factory):
     paths["run"] = make_tiny_run(root / "run", steps=(1, 2), data=data)
     paths["other"] = make_tiny_run(root / "other", lines=["another vocabulary 0123456789"] * 9)
     paths["untrained"] = make_tiny_run(root / "untrained", steps=())
+    paths["unnamed"] = make_tiny_run(root / "unnamed", data=DataConfig(), steps=())
     paths["newer"] = make_tiny_run(root / "newer", steps=())
     config = paths["newer"] / "config.json"
     config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 99'))
@@ -294,6 +295,22 @@ ERRORS = [
     ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
     ("plot curves {folder} --output {tmp}/map.png", "is not a run"),
+    ("translate {run} --split-sentences --prefix-file {one}", "leave out --split-sentences"),
+    ("serve {run} --host 0.0.0.0", "needs keys; .* --api-key-file FILE, or --insecure to let"),
+    ("serve {run} --host ::", "needs keys; got --host :: without"),
+    ("serve {run} --host 192.0.2.1 --insecure", "cannot listen on 192.0.2.1, port 5000: "),
+    ("serve {run} --api-key-file {none}", "must hold a key on each line; .*none has none"),
+    ("serve {run} --api-key-file {missing}", "missing: No such file"),
+    ("serve {run} --port 65536", "--port: must be a whole number from 0 to 65,535"),
+    ("serve {run} --queue 0", "--queue: must be a whole number of at least 1"),
+    ("serve {run} --char-limit 0 --log-text", "--char-limit: must be a whole number of at least"),
+    ("serve {run} --deadline 0", "--deadline: must be a number greater than 0"),
+    (
+        "serve {run} {run} --cors https://example.org",
+        "each language pair is served once; .*en to ko",
+    ),
+    ("serve {unnamed}", 'must name its languages; .*unnamed does not.*"languages": "en-de"'),
+    ("serve {folder}", "is not a run: it has no config.json"),
     ("translate {run} --min-length 3000000000", "from 0 to 1,073,741,823; got '3000000000'"),
 ]
 
@@ -321,6 +338,18 @@ def watched(monkeypatch):
 
     monkeypatch.setattr(Translator, "attention", watch)
     return asked
+
+
+def test_twelve_dates_on_a_line_give_twelve_dates(call, mirror):
+    """Each is a sentence, and what stands between them stays; numbers are sums over a line."""
+    pytest.importorskip("sentencex")
+    dates = [f"It is May {day}, 2026." for day in range(1, 13)]
+    line = "  ".join(dates)
+    status, out, _ = call("translate {run} --split-sentences --scores", f"{line}\n\n...\n".encode())
+    assert mirror[0].lines == dates
+    text = "  ".join(date[::-1] for date in dates)
+    rows = ["-12.0000\t-24.0000\t" + text, "0.0000\t0.0000\t", "0.0000\t0.0000\t..."]
+    assert (status, out.splitlines()) == (0, rows)
 
 
 def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch):

@@ -10,6 +10,7 @@ from flaxformer_min.cli.interop import export, import_
 from flaxformer_min.cli.options import SHOWN
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
 from flaxformer_min.cli.score import score
+from flaxformer_min.cli.serve import serve
 from flaxformer_min.cli.translate import translate
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.config_fields import field_descriptions
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)
+    _add_serve(commands)
     _add_interop(commands)
     plots = _add_command(commands, "plot", "draw attention, positional encodings or curves")
     plots = plots.add_subparsers(title="what to plot", metavar="WHAT", required=True)
@@ -96,6 +98,9 @@ def _add_translate(commands: Any) -> None:
     add("--prefix-file", metavar="FILE",
         help="how each translation must begin, line by line; an empty line for no constraint "
         "(default: no prefixes)")
+    add("--split-sentences", action="store_true",
+        help="translate each sentence of a line by itself, and put the line together again "
+        "(default: a line is one sentence)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--scores", action="store_true",
         help="write score, log-probability in nats and text, separated by tabs "
@@ -148,6 +153,36 @@ def _add_evaluate(commands: Any) -> None:
         help="write everything as one JSON object (default: as text)")
     _add_search(parser)
     _add_device(parser)
+
+
+def _add_serve(commands: Any) -> None:
+    parser = _add_command(commands, "serve", "serve translations over HTTP, and a page", serve)
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+",
+        help="the folder of a run; each of several has other languages")
+    add("--host", metavar="ADDRESS", default="127.0.0.1",
+        help="address to listen on; one that other machines can reach needs --api-key-file or "
+        "--insecure (default: 127.0.0.1)")
+    add("--port", type=_number(int, 0, 65_535), default=5000, metavar="N",
+        help="port to listen on; 0: any that is free (default: 5000)")
+    add("--api-key-file", metavar="FILE",
+        help="keys, one a line; a request must have one of them (default: none is needed)")
+    add("--insecure", action="store_true",
+        help="let other machines use the server without a key (default: this machine only)")
+    add("--cors", metavar="ORIGIN", action="append",
+        help="let pages from this origin, such as https://example.org, use the server; may be "
+        "repeated (default: its own page only)")
+    add("--char-limit", type=_number(int, at_least=1), default=20_000, metavar="N",
+        help="most characters of a request (default: 20000)")
+    add("--queue", type=_number(int, at_least=1), default=1_000, metavar="N",
+        help="most sentences that wait; a request for which there is no room is refused (default: "
+        "1000)")
+    add("--deadline", type=_number(float, more_than=0, at_most=3_600), default=30.0, metavar="S",
+        help="seconds after which a request is given up (default: 30)")
+    add("--log-text", action="store_true",
+        help="log texts and translations (default: neither is logged)")
+    _add_search(parser)
+    parser.set_defaults(step=None)
 
 
 def _add_plots(commands: Any) -> None:
