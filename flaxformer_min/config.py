@@ -44,7 +44,7 @@ class DataConfig:
     """Target tokens per row; see `source_row_length`."""
 
     tokenizers: Literal["trained", "imported"] = setting("trained")
-    """Those this library trains, or those of an imported model (see docs/interop.md)."""
+    """Trained on this text, or imported with a model (see docs/interop.md)."""
 
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: draw another segmentation of each training sentence in each epoch (subword
@@ -141,9 +141,9 @@ class ModelConfig:
     is always explicit."""
 
     remat: Literal["none", "selective", "full"] = setting("none", may_change=True)
-    """What the backward pass recomputes instead of storing it. full: all but the input of each
-    layer (Chen et al. 2016). selective: all but these inputs, the sums of residual connections and
-    cuDNN's attention (Korthikanti et al. 2022). Less memory takes more time; the result is the
+    """Values that the backward pass recomputes instead of storing them. full: all but the input of
+    each layer (Chen et al. 2016). selective: all but these inputs, the sums of residual connections
+    and cuDNN's attention (Korthikanti et al. 2022). Less memory takes more time; the result is the
     same."""
 
     architecture: str = setting("")

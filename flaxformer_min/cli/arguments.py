@@ -140,9 +140,9 @@ def _add_evaluate(commands: Any) -> None:
         help="where the split is from; required for a run trained on text: files (default: the "
         "run's own corpus)")
     add("--split", metavar="NAME", help="split of the corpus (default: test)")
-    add("--source", metavar="FILE", help="sentences to translate (default: those of the split)")
+    add("--source", metavar="FILE", help="sentences to translate (default: the split's)")
     add("--reference", metavar="FILE",
-        help="their translations, line by line (default: those of the split)")
+        help="their translations, line by line (default: the split's)")
     add("--tokenize", metavar="NAME",
         help="sacreBLEU's tokenizer for BLEU (default: one that fits the target language)")
     add("--lowercase", action="store_true",
@@ -258,7 +258,7 @@ def _add_device(parser: _Parser) -> None:
     _add_settings(parser, ("batch_size",))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
         help="type of the computations; on a CPU, bfloat16 applies to products with weights only; "
-        "auto is bfloat16 on a TPU and on GPUs that have it (default: as in training)")
+        "auto is bfloat16 on a TPU and on GPUs that have it (default: the type of training)")
 
 
 def _add_settings(parser: Any, names: Sequence[str]) -> None:
