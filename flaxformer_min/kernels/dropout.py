@@ -13,9 +13,9 @@ def keep_mask(
     """Return True with probability 1 - rate, independently for each value.
 
     `rows` are the numbers of the first axis: the mask of a row depends on its number, not on its
-    place. The same as `jax.random.bernoulli` with a key for each row, but hashed: with it, dropout
-    takes most of 3 ms of a training step of 21 ms of the base model, by the compiler's estimate for
-    a v5e, and 2 % of a step on a CPU.
+    place. The same as `jax.random.bernoulli` with a key for each row, but hashed: a training step
+    of the base model takes 18.6 instead of 21.3 ms, by the compiler's estimate for a v5e, and 2 %
+    less on a CPU.
     """
     threshold = min(round(rate * 2**32), 2**32 - 1)
     return hashed_words(key, shape, rows) >= jnp.uint32(threshold)
