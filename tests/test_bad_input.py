@@ -46,7 +46,13 @@ CORPORA = [
     ("only punctuation", "...\n?!\n", "—\n¿¡\n", (2, 0, 0)),
     ("other line separators", "a\u2028b\x85c\n", "d\x0be\x0cf\n", (1, 0, 0)),
     ("names of control tokens", "<s> </s>\n", "<pad> <unk>\n", (1, 0, 0)),
-    ("the sign for spaces", "▁\n▁▁ ▁\n", "a\n▁b\n", (2, 0, 0)),
+    ("the sign for spaces", "▁\n▁a▁ ▁\n", "a\n▁b\n", (2, 1, 0)),
+    ("text that normalization removes", "\u200b\nb\n\ufeff \u00ad\n", "a\nb\nc\n", (3, 2, 0)),
+    ("line ends of old Macs", "a\nb\n", "c\rd\r",
+     r"the lines of a text must end in \\n; those of .*/train\.de end in \\r\. Convert it: "
+     r"tr '\\r' '\\n' < FILE > TEXT\."),
+    ("UTF-16 without a mark", "a\nb\n", "c\nd ein Satz\n".encode("utf-16-le"),
+     r"text must be UTF-8; .*/train\.de is UTF-16LE\. Convert it: iconv -f utf-16le -t utf-8\."),
     ("only long pairs", LONG, LONG,
      r"A tokenizer needs at least one line of text that is neither empty nor longer than 16 kB; "
      r"got none\. Check the text, or split its lines into sentences\."),
@@ -71,11 +77,11 @@ CORPORA = [
      r"text must not be compressed; .*/train\.de is compressed \(gzip\)\. Decompress it, or add "
      r"\.gz to its name\."),
     ("a missing file", ONE, None,
-     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
-     r".* holds train\.en\."),
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz, "
+     r"\.xz, \.bz2 and \.zst\); .* holds train\.en\."),
     ("no file", None, None,
-     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
-     r".* holds nothing\."),
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz, "
+     r"\.xz, \.bz2 and \.zst\); .* holds nothing\."),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from flaxformer_min.data.corpora.pairs import is_empty
 from flaxformer_min.data.packing import Packing, group_by_lengths, pack
 from flaxformer_min.system.files import folder_atomically, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cached files; increased when the same text is encoded or packed differently."""
 
 CHUNK = 20_000
@@ -235,6 +235,13 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> 
             sides = [
                 tokenizer.encode_batch([pair[side] for pair in full])
                 for side, tokenizer in enumerate(tokenizers)
+            ]
+            # Text of which normalization leaves nothing is empty, too: EOS is all there is.
+            some = [min(len(a), len(b)) > 1 for a, b in zip(*sides, strict=True)]
+            full = [pair for pair, has_text in zip(full, some, strict=True) if has_text]
+            sides = [
+                [ids for ids, has_text in zip(side, some, strict=True) if has_text]
+                for side in sides
             ]
             fits = [
                 len(a) <= row_lengths[0] and len(b) <= row_lengths[1]

@@ -141,6 +141,7 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
             lines(),
             vocab_size,
             path,
+            normalization=data.normalization,
             cache=cache_folder(data.cache_dir),
             fingerprint=f"{pairs.fingerprint()} {stride} {sides}",
         )
