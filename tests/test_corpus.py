@@ -1,7 +1,9 @@
 """Pairs by number from text files, tfds sets and the embedded phrases."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import pickle
 import shutil
@@ -13,6 +15,7 @@ import pytest
 
 from flaxformer_min.data.corpora import languages_of, read_pairs, splits
 from flaxformer_min.data.corpora.pairs import is_empty
+from flaxformer_min.system import text_files
 from flaxformer_min.system.files import cache_folder
 
 
@@ -26,16 +29,20 @@ GERMAN = "Hallo.\nWie geht's?\nLeer.\nTschüss."
 PAIRS = [("Hello.", "Hallo."), ("How are you?", "Wie geht's?"), ("", "Leer."), ("Bye.", "Tschüss.")]
 
 
+PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+
+
 def write(folder, **files):
-    """Files by name, with __ for the dot; a name that ends in gz is packed."""
+    """Files by name, with __ for the dot; a name that ends as one of PACK is packed."""
     for name, content in files.items():
         content = content if isinstance(content, bytes) else content.encode()
         name = name.replace("__", ".")
-        (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        pack = PACK.get(name.rpartition(".")[2], bytes)
+        (folder / name).write_bytes(pack(content))
     return f"text:{folder}"
 
 
-@pytest.fixture(params=["plain", "gz", "tsv", "tsv.gz"])
+@pytest.fixture(params=["plain", "gz", "xz", "bz2", "tsv", "tsv.gz"])
 def corpus(request, tmp_path):
     """The same four pairs in every form."""
     table = "\n".join("\t".join(pair) for pair in PAIRS)
@@ -44,6 +51,8 @@ def corpus(request, tmp_path):
         **{
             "plain": {"train__en": ENGLISH, "train__de": GERMAN + "\n"},
             "gz": {"train__en__gz": ENGLISH, "train__de__gz": GERMAN},
+            "xz": {"train__en__xz": ENGLISH, "train__de__xz": GERMAN},
+            "bz2": {"train__en__bz2": ENGLISH, "train__de": GERMAN},
             "tsv": {"train__tsv": table},
             "tsv.gz": {"train__tsv__gz": table + "\n"},
         }[request.param],
@@ -236,20 +245,43 @@ def test_an_empty_split_is_an_error(tmp_path):
 
 def test_what_is_there_twice_is_an_error(tmp_path):
     corpus = write(tmp_path, train__en=ENGLISH, train__en__gz=ENGLISH, train__de=GERMAN)
-    with pytest.raises(ValueError, match=r"train\.en twice, plain and as \.gz"):
+    with pytest.raises(ValueError, match=r"train\.en twice: train\.en, train\.en\.gz"):
         read_pairs(corpus, "train", "en-de")
     write(tmp_path, val__en="a", val__de="b", val__tsv="a\tb")
     with pytest.raises(ValueError, match="'val' twice: as .tsv"):
         read_pairs(corpus, "val", "en-de")
 
 
-def test_a_broken_gzip_file_is_an_error_that_names_it(tmp_path):
-    corpus = write(tmp_path, train__en__gz=ENGLISH, train__de="x")
-    whole = (tmp_path / "train.en.gz").read_bytes()
-    for broken in (b"no gzip", whole[: len(whole) // 2], whole[:12] + b"\xff\xff" + whole[14:]):
-        (tmp_path / "train.en.gz").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"train\.en\.gz must be a gzip file"):
+def test_a_zst_file_is_read_where_a_package_can(tmp_path, monkeypatch):
+    zstd = pytest.importorskip("backports.zstd")
+    corpus = write(tmp_path, train__en=ENGLISH, train__de__zst=zstd.compress(GERMAN.encode()))
+    assert list(read_pairs(corpus, "train", "en-de")) == PAIRS
+    for package in ("backports", "compression"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=r"train\.de\.zst needs Python 3\.14 or the package"):
+        read_pairs(corpus, "train", "en-de")
+
+
+@pytest.mark.parametrize(
+    "ending, kind", [("gz", "gzip"), ("xz", "xz"), ("bz2", "bzip2"), ("zst", "Zstandard")]
+)
+def test_a_broken_compressed_file_is_an_error_that_names_it(tmp_path, ending, kind):
+    pack = PACK.get(ending) or pytest.importorskip("backports.zstd").compress
+    corpus, whole = write(tmp_path, train__de="x"), pack(ENGLISH.encode())
+    altered = whole[:12] + b"\xff\xff" + whole[14:]
+    if ending == "zst":  # which has no checksum by default
+        altered = whole[:4]
+    for broken in (b"no gzip", whole[: len(whole) // 2], altered):
+        (tmp_path / f"train.en.{ending}").write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"train\.en\.{ending} must be a {kind} file"):
             read_pairs(corpus, "train", "en-de")
+
+
+def test_a_file_that_becomes_much_larger_than_text_would_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "SMALL", 1_000)
+    corpus = write(tmp_path, train__en__xz=" " * 1_000_000, train__de="x")
+    with pytest.raises(ValueError, match="more than 100 times as large"):
+        read_pairs(corpus, "train", "en-de")
 
 
 def test_a_fingerprint_changes_when_the_data_does(tmp_path):

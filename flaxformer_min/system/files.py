@@ -20,12 +20,6 @@ MOST_NAME_BYTES = 200
 ABANDONED = 24 * 3600
 """Seconds after the last change after which a partial folder counts as abandoned."""
 
-GZIP = b"\x1f\x8b"
-"""How a gzip file begins; no text in UTF-8 does."""
-
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""The byte order marks of UTF-16; no text in UTF-8 has such bytes."""
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of writing that do not tell which file it was."""
 
@@ -187,29 +181,3 @@ def cache_folder(cache_dir: str = "") -> Path:
     if cache_dir:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxformer_min"
-
-
-def check_is_text(beginning: bytes, name: str, decompress: str) -> None:
-    """Raise ValueError if the first bytes of a file are those of gzip or UTF-16, not of UTF-8.
-
-    Its bytes would otherwise be read as lines, of which only some are invalid.
-
-    decompress: the sentence of the error that explains how to read a gzip file.
-    """
-    if beginning.startswith(GZIP):
-        raise ValueError(f"text must not be compressed; {name} is compressed (gzip). {decompress}")
-    if beginning.startswith(UTF_16):
-        raise ValueError(
-            f"text must be UTF-8; {name} is UTF-16. Convert it: iconv -f utf-16 -t utf-8."
-        )
-
-
-def decode_line(line: bytes, first: bool, errors: str = "strict") -> str:
-    r"""Return a line of UTF-8 text without a carriage return, and without a BOM on the `first`.
-
-    >>> decode_line(b"\xef\xbb\xbfone\r", first=True)
-    'one'
-    """
-    if first:
-        line = line.removeprefix(b"\xef\xbb\xbf")
-    return line.removesuffix(b"\r").decode(errors=errors)
