@@ -294,21 +294,28 @@ def raise_unless_damage(error: Exception, folder: Path, step: int) -> None:
         ) from error
 
 
-def check_path(folder: Path) -> None:
-    """Raise ValueError for a folder in which Orbax would write checkpoints that nobody can read.
+def check_path(folder: Path, writes: bool = True) -> None:
+    """Raise ValueError for a folder whose checkpoints would be looked for elsewhere.
 
-    It looks for what it has just written by a pattern made of the path, finds nothing where the
-    path is a pattern itself, and only warns.
+    TensorStore reads backslashes as slashes, and Orbax `gs:/` as a bucket, wherever it is. When
+    Orbax `writes`, it also takes the path for a pattern, which does not match itself.
 
     >>> check_path(Path("runs/lr[0.1]"))
     Traceback (most recent call last):
     ValueError: the path of a run must not have *, ? or [ in it, ...
     """
     path = str(folder.absolute())
-    if glob.escape(path) != path:
+    rule = None
+    if re.search(r"\\|(gs|s3):/", path + "/"):
+        rule = r"not have \, gs:/ or s3:/ in it"
+    elif path.encode(errors="replace").decode() != path:
+        rule, path = "be UTF-8", ascii(path)
+    elif writes and glob.escape(path) != path:
+        rule = "not have *, ? or [ in it"
+    if rule:
         raise ValueError(
-            "the path of a run must not have *, ? or [ in it, because no checkpoint could be "
-            f"written there; got {path}. Choose another folder, or rename it."
+            f"the path of a run must {rule}, because no checkpoint could be written or read there; "
+            f"got {path}. Choose another folder, or rename it."
         )
 
 

@@ -62,8 +62,9 @@ class RunFolder:
     """A run, given by its path. Files are read and written by its methods only."""
 
     def __init__(self, path: str | Path):
-        """Take the path, which need not exist."""
+        """Take the path, which need not exist. Raises ValueError as `check_path`."""
         self.path = Path(path)
+        check_path(self.path, writes=False)
         self.checkpoints = self.path / "checkpoints"
         self.averaged = self.path / "averaged"
         self.metrics = self.path / "metrics.jsonl"
