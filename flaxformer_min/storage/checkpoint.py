@@ -34,6 +34,7 @@ from flaxformer_min.storage.metadata import (
     steps_of,
     types_of,
 )
+from flaxformer_min.storage.orbax_reads import wait_for_reads
 from flaxformer_min.system.devices import on_all_processes
 from flaxformer_min.system.distributed import (
     count,
@@ -51,7 +52,7 @@ LOGGER = logging.getLogger("flaxformer_min")
 NOT_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 """Errors of reading that say nothing about the file."""
 
-EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
+EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric", "overriding jax.Array")
 """Words of Orbax's warnings about options that are set on purpose."""
 
 
@@ -147,6 +148,7 @@ class Checkpoints:
         from orbax.checkpoint import checkpoint_managers as managers
 
         check_path(folder)
+        wait_for_reads()
         self.folder = folder
         described = {step: read_metadata(folder, step) for step in steps_of(folder)}
         self._costs = {step: cost_of(meta) for step, meta in described.items() if meta}
