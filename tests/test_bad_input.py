@@ -121,6 +121,29 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
         assert (counts.read, counts.empty, counts.too_long) == expected
 
 
+def test_subword_sampling_of_tokenizers_without_probabilities_is_refused(tmp_path):
+    """BPE has no n best segmentations; SentencePiece says so in words of its own, and later."""
+    run = make_tiny_run(tmp_path / "run")
+    special = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+    with (run / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES), model_writer=file, vocab_size=284, model_type="bpe",
+            byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **special,
+        )  # fmt: skip
+    config = RunFolder(run).config()
+    config = Config(
+        data=DataConfig(subword_sampling=0.3),
+        model=config.model,
+        training=TrainingConfig(init_from=str(run)),
+    )
+    paths = tmp_path / "a", tmp_path / "a"
+    assert_refused(
+        lambda: make_tokenizers(config, [], paths),
+        r"data\.subword_sampling needs tokenizers that know the probability .* Leave it at 0\.",
+    )
+    assert not paths[0].exists()
+
+
 # Run folders
 
 

@@ -529,6 +529,16 @@ def test_the_embedded_phrases_are_made_for_the_direction_that_is_wanted(small, t
     assert list(pairs) == list(read_pairs("cldr:ko-en", "test", cache_dir=str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["*array_record*", "dataset_info.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+def test_damaged_phrases_in_the_cache_are_made_again(small, tmp_path, name, damage):
+    """array_record and protobuf raise errors of their own."""
+    whole = list(read_pairs("cldr:en-ko", "test", cache_dir=str(tmp_path)))
+    for file in tmp_path.rglob(name):
+        damage(file)
+    assert list(read_pairs("cldr:en-ko", "test", cache_dir=str(tmp_path))) == whole
+
+
 @pytest.mark.parametrize(
     "corpus, languages, message",
     [
