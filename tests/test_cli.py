@@ -24,7 +24,7 @@ from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
-from flaxformer_min.cli.lines import Stop, write
+from flaxformer_min.cli.lines import Stop, warn_user, write
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
@@ -412,6 +412,19 @@ def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     assert (status, out, (tmp_path / "out").exists()) == (2, "", False)
     assert re.fullmatch(f"flaxformer-min: error: .*text.* must .*{message}.*\n", err), err
     assert "stdin" in err or "garbage" in err
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
+    """They would clear the screen, or hide what is before them; a file gets them as they are."""
+    warn_user("one\r two\x1b[2J\x9b three")
+    assert capsys.readouterr().err.endswith("warning: one\\r two\\x1b[2J\\x9b three\n")
+    written = io.BytesIO()
+    write(written, ["a\x1bb"])
+    assert written.getvalue() == b"a\x1bb\n"
+    terminal = io.BytesIO()
+    terminal.isatty = lambda: True
+    write(terminal, ["a\x1bb"])
+    assert terminal.getvalue() == b"a\\x1bb\n"
 
 
 def test_a_line_break_that_a_model_spells_becomes_a_space(call, monkeypatch):

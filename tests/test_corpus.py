@@ -234,6 +234,15 @@ def test_a_table_line_without_exactly_one_tab_is_an_error(tmp_path, line, tabs):
         pairs[1]
 
 
+def test_blank_lines_at_the_end_of_a_table_are_none(tmp_path):
+    for end in ("\n", "\n\n", "\r\n\r\n", "\n \n"):
+        pairs = read_pairs(write(tmp_path, train__tsv=f"a\tb\n\tc{end}"), "train")
+        assert list(pairs) == [("a", "b"), ("", "c")]
+    corpus = write(tmp_path, train__tsv="a\tb\n\nc\td\n")
+    with pytest.raises(ValueError, match="line 2: a line must be source, tab, target"):
+        list(read_pairs(corpus, "train"))
+
+
 def test_an_empty_split_is_an_error(tmp_path):
     corpus = write(
         tmp_path, train__en="", train__de="", test__tsv="", val__en__gz="", val__de__gz=""
@@ -311,10 +320,35 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_folder() == Path("/xdg/flaxformer_min")
     assert cache_folder(str(tmp_path)) == tmp_path
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which XDG says to ignore
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_folder() == Path("/home/me/.cache/flaxformer_min")
     assert cache_folder("~/data") == Path("/home/me/data")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(ValueError, match="this user has no home. Set XDG_CACHE_HOME"):
+        cache_folder()
+
+
+def test_a_cache_that_others_can_write_is_refused_as_ssh_does(monkeypatch, tmp_path):
+    """Also through a link, and in a folder above; /tmp with its sticky bit may be above."""
+    (tmp_path / "shared" / "mine").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "shared" / "mine")
+    for name in ("shared", "shared/mine", "shared/mine/new", "link"):
+        assert cache_folder(str(tmp_path / name)) == tmp_path / name
+    (tmp_path / "shared").chmod(0o777)
+    for name in ("shared", "shared/mine", "shared/mine/new", "link"):
+        with pytest.raises(ValueError, match=r"others can write .*shared\."):
+            cache_folder(str(tmp_path / name))
+    (tmp_path / "shared").chmod(0o1777)
+    assert cache_folder(str(tmp_path / "link")) == tmp_path / "link"
+    with pytest.raises(ValueError, match=r"others can write .*shared\."):
+        cache_folder(str(tmp_path / "shared"))
+    if os.getuid() == 0:  # what belongs to root is safe for others, too
+        os.chown(tmp_path / "shared" / "mine", 54321, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ValueError, match="only this user"):
+        cache_folder(str(tmp_path / "link"))
 
 
 def test_text_is_read_without_loading_tfds_or_babel(tmp_path):

@@ -320,7 +320,9 @@ def test_a_model_that_cannot_decode_is_not_chosen_by_its_translations(tmp_path, 
         train(config, tmp_path / "run", pairs=PAIRS, model=model)
 
 
-@pytest.mark.parametrize("sources, example", [(["", " ", "it's", "a\nb", "c"], "c"), (["'"], "")])
+@pytest.mark.parametrize(
+    "sources, example", [(["", " ", "it's", "a\nb", "a\rb", "\x1b[2J", "c"], "c"), (["'"], "")]
+)
 def test_an_example_is_a_source_that_a_shell_takes_as_one_line(sources, example):
     assert usable_example([(source, "target") for source in sources]) == example
 

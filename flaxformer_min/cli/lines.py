@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from flaxformer_min.system.files import open_atomically
 from flaxformer_min.system.signals import StopRequest
-from flaxformer_min.system.streams import ignore_broken_pipe
+from flaxformer_min.system.streams import ignore_broken_pipe, visible
 from flaxformer_min.system.text_files import SAMPLE, check_is_text, decode_line
 
 CHUNK = 1_024
@@ -32,7 +32,7 @@ A signal just before the wait, or to another thread, does not interrupt the wait
 def warn_user(message: Any) -> None:
     """Print a warning on stderr."""
     with ignore_broken_pipe():
-        print(f"flaxformer-min: warning: {message}", file=sys.stderr)
+        print(f"flaxformer-min: warning: {visible(str(message))}", file=sys.stderr)
 
 
 class Stop(StopRequest):
@@ -169,7 +169,9 @@ def open_output(path: str | None) -> contextlib.AbstractContextManager[BinaryIO]
 
 
 def write(output: BinaryIO, lines: list[str]) -> None:
-    """Write lines, and flush them."""
+    """Write lines, and flush them; at a terminal without control characters (see `visible`)."""
+    if output.isatty():
+        lines = [visible(line) for line in lines]
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())
     while rest:  # stdout without a buffer, as with PYTHONUNBUFFERED, may take a part
         taken = output.write(rest)

@@ -187,7 +187,7 @@ def _check_arguments(config: Any, workdir: Any, stop: Any, profile: Any) -> None
 def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
     """Return the first source that a shell can take between apostrophes as one line."""
     sources = (source for source, _ in pairs)
-    usable = (each for each in sources if each.strip() and not {"'", "\n"} & {*each})
+    usable = (each for each in sources if each.strip() and "'" not in each and each.isprintable())
     return next(usable, "")
 
 

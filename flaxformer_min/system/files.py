@@ -3,8 +3,11 @@
 import contextlib
 import errno
 import glob
+import grp
 import os
+import pwd
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -172,12 +175,57 @@ def _umask() -> int:
     return mask
 
 
-def cache_folder(cache_dir: str = "") -> Path:
+def cache_folder(cache_dir: str | Path = "") -> Path:
     """Return the folder for cached data: `cache_dir`, or one in the user's cache folder.
+
+    Raises ValueError if there is none, or others can write it (see `check_private`).
 
     >>> cache_folder("/data/cache").as_posix()
     '/data/cache'
     """
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxformer_min"
+    try:
+        if cache_dir:
+            folder = Path(cache_dir).expanduser()
+        else:
+            given = os.environ.get("XDG_CACHE_HOME", "")  # a relative one must be ignored
+            caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+            folder = caches / "flaxformer_min"
+    except RuntimeError as error:  # neither HOME nor an entry of passwd
+        raise ValueError(
+            "a cache needs a folder, and this user has no home. Set XDG_CACHE_HOME, or "
+            "data.cache_dir where a command has it."
+        ) from error
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """Raise ValueError if another user could put files into a folder, or replace it, as ssh does.
+
+    A folder that does not exist yet is created in the nearest one that does. A folder with the
+    sticky bit, such as /tmp, may be above.
+    """
+    path = folder.absolute()
+    for each in (path, *path.parents, *path.resolve().parents):
+        try:
+            status = each.stat()
+        except OSError:
+            continue
+        writable = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        )
+        is_sticky = status.st_mode & stat.S_ISVTX and each != path
+        if status.st_uid not in (os.getuid(), 0) or (writable and not is_sticky):
+            raise ValueError(
+                f"a cache must be in folders that only this user can write; others can write {each}"
+                ". Choose another with --data.cache-dir or XDG_CACHE_HOME, or chmod go-w."
+            )
+
+
+def _is_own_group(group: int) -> bool:
+    """Return whether a group is this user's own, without other members, as many systems have it."""
+    try:
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.getuid())
+    except KeyError:
+        return False
+    return group == user.pw_gid and entry.gr_name == user.pw_name and not entry.gr_mem

@@ -189,11 +189,14 @@ class _TableOfPairs(Pairs):
     def __init__(self, path: Path, languages: tuple[str, str]):
         self.languages = languages
         self.lines = _Lines(path)
-        if not len(self.lines):
+        self.count = len(self.lines)
+        while self.count and not self.lines.read(self.count - 1).strip(" "):
+            self.count -= 1  # blank lines at the end are none
+        if not self.count:
             raise ValueError(f"A split must hold at least one pair; {path} is empty.")
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return self.count
 
     def identity(self) -> list:
         return [list(self.languages), self.lines.digest]
