@@ -5,6 +5,7 @@ test_train.py.
 """
 
 import gzip
+import os
 import re
 import shutil
 
@@ -20,6 +21,7 @@ from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.prepare import encode, make_tokenizers, open_split
 from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.training.metrics import read_metrics
 
 
 def assert_refused(call, error):
@@ -119,6 +121,57 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
         counts = prepare()
         assert isinstance(counts, Counts)
         assert (counts.read, counts.empty, counts.too_long) == expected
+
+
+def as_pipe(path):
+    """A pipe that nobody writes to: whoever reads it waits forever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_zeros(path):
+    """A link to a device that never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_huge(path):
+    """A sparse file of 1 TB."""
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_zeros, as_huge])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.model"])
+def test_a_file_without_end_is_refused_not_read(tmp_path, name, damage):
+    run = make_tiny_run(tmp_path / "run")
+    damage(run / name)
+    with pytest.raises(ValueError, match=f"{name}.*must be a regular file of at most 256 MB"):
+        Translator.load(run)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_zeros])
+@pytest.mark.parametrize("name", ["meta/metadata", "state/_METADATA", "state/manifest.ocdbt"])
+def test_a_checkpoint_with_a_file_without_end_is_damaged(tmp_path, name, damage, caplog):
+    run = make_tiny_run(tmp_path / "run", steps=(1, 2))
+    damage(run / "checkpoints" / "2" / name)
+    assert RunFolder(run).params().step == 1
+    assert "checkpoint 2 in" in caplog.text and "is a pipe or a device" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_huge])
+def test_a_log_without_end_is_refused_not_read(tmp_path, damage):
+    (tmp_path / "metrics.jsonl").touch()
+    damage(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="must be a regular file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_training_does_not_write_into_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="metrics.jsonl is a pipe"), RunFolder(tmp_path).locked():
+        pass
 
 
 def test_subword_sampling_of_tokenizers_without_probabilities_is_refused(tmp_path):

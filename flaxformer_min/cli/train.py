@@ -27,6 +27,7 @@ from flaxformer_min.system.distributed import (
     gather,
     is_main_process,
 )
+from flaxformer_min.system.files import read_file
 from flaxformer_min.system.memory import tune_malloc
 from flaxformer_min.system.signals import InterruptOnSignal
 from flaxformer_min.system.streams import (
@@ -144,7 +145,7 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
 def _config_of_run(path: Path) -> Config:
     """Return the settings of a run's config.json, which do not choose where caches are."""
     try:
-        config = Config.from_json(path.read_text(encoding="utf-8"), path)
+        config = Config.from_json(read_file(path).decode(), path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text; {error}.") from error
     if config.data.cache_dir:

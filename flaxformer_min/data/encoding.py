@@ -244,18 +244,7 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> 
         ]
         for start in range(0, len(pairs), CHUNK):
             texts = pairs[start : start + CHUNK]
-            full = [pair for pair in texts if not is_empty(pair)]
-            sides = [
-                tokenizer.encode_batch([pair[side] for pair in full])
-                for side, tokenizer in enumerate(tokenizers)
-            ]
-            # Text of which normalization leaves nothing is empty, too: EOS is all there is.
-            some = [min(len(a), len(b)) > 1 for a, b in zip(*sides, strict=True)]
-            full = [pair for pair, has_text in zip(full, some, strict=True) if has_text]
-            sides = [
-                [ids for ids, has_text in zip(side, some, strict=True) if has_text]
-                for side in sides
-            ]
+            full, sides = _encode(texts, tokenizers)
             fits = [
                 len(a) <= row_lengths[0] and len(b) <= row_lengths[1]
                 for a, b in zip(*sides, strict=True)
@@ -278,6 +267,21 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> 
         "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
     }
     (folder / "about.json").write_text(json.dumps(about))
+
+
+def _encode(texts: Sequence[tuple[str, str]], tokenizers) -> tuple[list, list[list[list[int]]]]:
+    """Return the pairs with text on both sides, and the ids of each side."""
+    full = [pair for pair in texts if not is_empty(pair)]
+    sides = [
+        tokenizer.encode_batch([pair[side] for pair in full])
+        for side, tokenizer in enumerate(tokenizers)
+    ]
+    # Text of which normalization leaves nothing is empty, too: EOS is all there is.
+    some = [min(len(a), len(b)) > 1 for a, b in zip(*sides, strict=True)]
+    full = [pair for pair, has_text in zip(full, some, strict=True) if has_text]
+    return full, [
+        [ids for ids, has_text in zip(side, some, strict=True) if has_text] for side in sides
+    ]
 
 
 class _SideWriter:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from flaxformer_min.system.files import write_atomically
+from flaxformer_min.system.files import read_file, write_atomically
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -275,7 +275,7 @@ def _training_error(error: str, vocab_size: int) -> str:
 def read_bytes(path: str | Path) -> bytes:
     """Return the content of a tokenizer's file. Raises ValueError if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return read_file(Path(path))
     except OSError as error:
         raise ValueError(
             f"A tokenizer must be a readable file; {path}: {error.strerror}."

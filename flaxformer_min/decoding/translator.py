@@ -26,6 +26,7 @@ from flaxformer_min.decoding.models import (
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.storage.run_folder import Restored, RunFolder
+from flaxformer_min.system.compilation import check_jit
 from flaxformer_min.system.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -69,6 +70,7 @@ class Translator:
 
         `max_positions` limits sentences to the positions that the models have learned; 0: no limit.
         """
+        check_jit()
         check_parts(models, params, tokenizers)
         self.models = [with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers

@@ -42,7 +42,7 @@ from flaxformer_min.system.distributed import (
     is_main_process,
     main_process_first,
 )
-from flaxformer_min.system.files import FULL, write_atomically
+from flaxformer_min.system.files import FULL, read_file, write_atomically
 from flaxformer_min.system.memory import is_out_of_memory
 
 PyTree = Any
@@ -327,6 +327,10 @@ def restore_verified(
     """Return state and meta of one checkpoint, or raise if a checksum does not match."""
     import orbax.checkpoint as ocp
 
+    for path in (Path(manager.directory) / str(step)).rglob("*"):
+        if not (path.is_file() or path.is_dir()):  # which would be read forever
+            raise ValueError(f"{path} is a pipe or a device")
+    read_file(metadata_file(Path(manager.directory), step))  # raises if it is too large
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     item = ocp.args.PyTreeRestore(
         abstract,

@@ -32,6 +32,16 @@ def enable_compilation_cache(cache_dir: str | Path = "") -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def check_jit() -> None:
+    """Raise ValueError if jax was told not to compile; programs are compiled ahead of time here."""
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            "training and search need compiled programs; JAX_DISABLE_JIT (jax_disable_jit) forbids "
+            "them. Unset it, and debug with jax.debug.print or jax.disable_jit() around a call of "
+            "the model."
+        )
+
+
 class CompileClock:
     """Counts the programs that XLA compiles in this process, and the seconds, in a `with` block."""
 

@@ -20,6 +20,9 @@ PARTIAL = ".partial"
 MOST_NAME_BYTES = 200
 """Most bytes of a file's own name in the names of its unfinished versions."""
 
+MOST_BYTES = 1 << 28
+"""Largest settings, tokenizer, log or description of a run."""
+
 ABANDONED = 24 * 3600
 """Seconds after the last change after which a partial folder counts as abandoned."""
 
@@ -113,6 +116,23 @@ def naming(path: Path | str) -> Iterator[None]:
         if error.errno in FULL and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file of a run.
+
+    Raises OSError for a pipe or device, which could be read forever, and for a file of more than
+    `MOST_BYTES`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or a pipe would wait
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+            rule = f"it must be a regular file of at most {MOST_BYTES >> 20} MB"
+            raise OSError(errno.EINVAL, rule, str(path))
+        return file.read(MOST_BYTES + 1)
 
 
 def _scratch_folder(path: Path, cached: bool) -> Path:
