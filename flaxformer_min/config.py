@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
+from flaxformer_min.config_checks import check_architecture, check_training
 from flaxformer_min.config_fields import check_fields, check_groups, read_groups, setting
 from flaxformer_min.languages import check_languages
 
@@ -28,7 +29,7 @@ class DataConfig:
 
     corpus: str = setting("cldr:en-ko")
     """`cldr:en-ko` (embedded; any two CLDR locales), `text:DIR` (train.en, train.de, ..., or
-    train.tsv; also .gz) or `tfds:wmt14_translate/de-en` (any translation dataset of tfds)."""
+    train.tsv; also compressed) or `tfds:wmt14_translate/de-en` (any dataset of tfds)."""
 
     languages: str = setting("")
     """Source and target, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's own."""
@@ -45,6 +46,10 @@ class DataConfig:
 
     tokenizers: Literal["trained", "imported"] = setting("trained")
     """Trained on this text, or imported with a model (see docs/interop.md)."""
+
+    normalization: Literal["nmt_nfkc", "nfkc", "identity"] = setting("nmt_nfkc")
+    """SentencePiece's rule for text, in training and in use: NFKC and plain spaces, NFKC, or none.
+    Tokenizers that are not trained for this run keep their own."""
 
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: draw another segmentation of each training sentence in each epoch (subword
@@ -157,34 +162,7 @@ class ModelConfig:
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "model")
-        if (self.positional_encoding == "learned") != (self.max_positions > 0):
-            raise ValueError(
-                "model.max_positions must be given for positional_encoding='learned', and only for "
-                f"it; got {self.max_positions} with {self.positional_encoding!r}."
-            )
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                "model.d_model must be a multiple of model.num_heads, so that the heads share it "
-                f"evenly; got d_model={self.d_model}, num_heads={self.num_heads}."
-            )
-        if self.d_model % 2 and self.positional_encoding in ("interleaved", "halves"):
-            raise ValueError(
-                "model.d_model must be even, because sines and cosines come in pairs; "
-                f"got {self.d_model}."
-            )
-        if self.attention == "fused" and self.attention_dropout:
-            raise ValueError(
-                "model.attention='fused' has no weights to drop; got attention_dropout="
-                f"{self.attention_dropout}. Set it to 0, or choose attention='explicit'."
-            )
-        if self.embeddings == "separate" and self.output_bias:
-            raise ValueError("model.output_bias is for tied embeddings; 'separate' has a bias.")
-        if self.embeddings == "shared" and self.source_vocab_size is not None:
-            raise ValueError(
-                "model.embeddings='shared' needs one vocabulary for both languages; got "
-                f"source_vocab_size={self.source_vocab_size}. Leave it out, or choose "
-                "embeddings='target_tied' or 'separate'."
-            )
+        check_architecture(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,24 +250,7 @@ class TrainingConfig:
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "training")
-        averages = not self.cooldown_steps and not self.ema_decay and self.adam_b1
-        if self.optimizer == "schedule_free" and not averages:
-            raise ValueError(
-                "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1"
-                " above 0, because it averages at a constant rate with this weight; got "
-                f"{self.cooldown_steps}, {self.ema_decay} and {self.adam_b1}."
-            )
-        if self.best_by == "bleu" and not self.validation_sentences:
-            raise ValueError(
-                "training.best_by='bleu' needs translations to compare; got "
-                "training.validation_sentences=0. Translate some, or choose best_by='loss'."
-            )
-        if self.average_checkpoints > self.keep_checkpoints:
-            raise ValueError(
-                "training.average_checkpoints must not exceed training.keep_checkpoints, because "
-                f"only kept checkpoints can be averaged; got {self.average_checkpoints} and "
-                f"{self.keep_checkpoints}."
-            )
+        check_training(self)
 
 
 @dataclasses.dataclass(frozen=True)

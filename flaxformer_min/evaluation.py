@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from flaxformer_min.languages import UNSPACED, is_unspaced
+
 _TOKENIZE = {"zh": "zh", "yue": "zh", "wuu": "zh"} | dict.fromkeys(
     # Written without spaces between words: 13a would treat a sentence as one word.
     ("ja", "ko", "th", "lo", "km", "my", "bo", "dz"),
@@ -70,18 +72,25 @@ class Evaluation(NamedTuple):
         }
 
 
-def default_tokenize(target_language: str) -> str:
+def default_tokenize(target_language: str, references: Sequence[str] = ()) -> str:
     """Return sacreBLEU's tokenizer for a language: `zh`, `ja-mecab`, `ko-mecab`, `char` or `13a`.
 
     The two mecab tokenizers need extra packages (`pip install 'sacrebleu[ko]'`). Without these,
     Japanese and Korean are compared character by character. Scores of different tokenizers cannot
-    be compared; their signatures differ.
+    be compared; their signatures differ. Without a language it depends on the `references`: `char`
+    for text without spaces between words.
 
+    >>> default_tokenize("", ["今日は良い天気です。"])
+    'char'
     >>> default_tokenize("de"), default_tokenize("zh_Hant_TW"), default_tokenize("th")
     ('13a', 'zh', 'char')
     """
     from babel.core import get_global
 
+    if not target_language:
+        words = sum(len(text.split()) for text in references)
+        characters = sum(len(UNSPACED.findall(text)) for text in references)
+        return "char" if is_unspaced(words, characters) else "13a"
     language = re.split("[-_]", target_language.lower())[0]
     language = get_global("language_aliases").get(language, language)  # codes of three letters
     if language in _MECAB:
@@ -115,7 +124,7 @@ def bleu(
     0.0
     """
     _check_pairs(hypotheses, references)
-    metric = _bleu_metric(lowercase, tokenize or default_tokenize(target_language))
+    metric = _bleu_metric(lowercase, tokenize or default_tokenize(target_language, references))
     return _score(metric, hypotheses, references)
 
 

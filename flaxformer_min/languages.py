@@ -7,6 +7,18 @@ BCP_47 = re.compile("[a-z]{2,3}([-_][A-Z][a-z]{3})?([-_]([A-Z]{2}|[0-9]{3}))?")
 """The usual form of a language code: language, script, region."""
 
 
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+"""A character of a script without spaces between words: Chinese, Japanese, Thai and the like."""
+
+
+def is_unspaced(words: int, characters: int) -> bool:
+    """Return whether text has so many `UNSPACED` characters that its words are no words."""
+    return characters > 2 * words
+
+
 def parse_languages(text: str, known: Collection[str] = ()) -> tuple[str, str]:
     """Return the source and target language of a pair such as `en-de`.
 

@@ -5,6 +5,7 @@ test_train.py.
 """
 
 import gzip
+import os
 import re
 import shutil
 
@@ -20,6 +21,7 @@ from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.prepare import encode, make_tokenizers, open_split
 from flaxformer_min.storage.run_folder import RunFolder
+from flaxformer_min.training.metrics import read_metrics
 
 
 def assert_refused(call, error):
@@ -46,7 +48,13 @@ CORPORA = [
     ("only punctuation", "...\n?!\n", "—\n¿¡\n", (2, 0, 0)),
     ("other line separators", "a\u2028b\x85c\n", "d\x0be\x0cf\n", (1, 0, 0)),
     ("names of control tokens", "<s> </s>\n", "<pad> <unk>\n", (1, 0, 0)),
-    ("the sign for spaces", "▁\n▁▁ ▁\n", "a\n▁b\n", (2, 0, 0)),
+    ("the sign for spaces", "▁\n▁a▁ ▁\n", "a\n▁b\n", (2, 1, 0)),
+    ("text that normalization removes", "\u200b\nb\n\ufeff \u00ad\n", "a\nb\nc\n", (3, 2, 0)),
+    ("line ends of old Macs", "a\nb\n", "c\rd\r",
+     r"the lines of a text must end in \\n; those of .*/train\.de end in \\r\. Convert it: "
+     r"tr '\\r' '\\n' < FILE > TEXT\."),
+    ("UTF-16 without a mark", "a\nb\n", "c\nd ein Satz\n".encode("utf-16-le"),
+     r"text must be UTF-8; .*/train\.de is UTF-16LE\. Convert it: iconv -f utf-16le -t utf-8\."),
     ("only long pairs", LONG, LONG,
      r"A tokenizer needs at least one line of text that is neither empty nor longer than 16 kB; "
      r"got none\. Check the text, or split its lines into sentences\."),
@@ -71,11 +79,11 @@ CORPORA = [
      r"text must not be compressed; .*/train\.de is compressed \(gzip\)\. Decompress it, or add "
      r"\.gz to its name\."),
     ("a missing file", ONE, None,
-     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
-     r".* holds train\.en\."),
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz, "
+     r"\.xz, \.bz2 and \.zst\); .* holds train\.en\."),
     ("no file", None, None,
-     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz\); "
-     r".* holds nothing\."),
+     r"A text corpus needs files like train\.en and train\.de, or train\.tsv \(also \.gz, "
+     r"\.xz, \.bz2 and \.zst\); .* holds nothing\."),
 ]  # fmt: skip
 
 
@@ -113,6 +121,80 @@ def test_a_corpus_becomes_rows_or_an_error(tmp_path, source, target, expected):
         counts = prepare()
         assert isinstance(counts, Counts)
         assert (counts.read, counts.empty, counts.too_long) == expected
+
+
+def as_pipe(path):
+    """A pipe that nobody writes to: whoever reads it waits forever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_zeros(path):
+    """A link to a device that never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_huge(path):
+    """A sparse file of 1 TB."""
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_zeros, as_huge])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.model"])
+def test_a_file_without_end_is_refused_not_read(tmp_path, name, damage):
+    run = make_tiny_run(tmp_path / "run")
+    damage(run / name)
+    with pytest.raises(ValueError, match=f"{name}.*must be a regular file of at most 256 MB"):
+        Translator.load(run)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_zeros])
+@pytest.mark.parametrize("name", ["meta/metadata", "state/_METADATA", "state/manifest.ocdbt"])
+def test_a_checkpoint_with_a_file_without_end_is_damaged(tmp_path, name, damage, caplog):
+    run = make_tiny_run(tmp_path / "run", steps=(1, 2))
+    damage(run / "checkpoints" / "2" / name)
+    assert RunFolder(run).params().step == 1
+    assert "checkpoint 2 in" in caplog.text and "is a pipe or a device" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [as_pipe, as_huge])
+def test_a_log_without_end_is_refused_not_read(tmp_path, damage):
+    (tmp_path / "metrics.jsonl").touch()
+    damage(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="must be a regular file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_training_does_not_write_into_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="metrics.jsonl is a pipe"), RunFolder(tmp_path).locked():
+        pass
+
+
+def test_subword_sampling_of_tokenizers_without_probabilities_is_refused(tmp_path):
+    """BPE has no n best segmentations; SentencePiece says so in words of its own, and later."""
+    run = make_tiny_run(tmp_path / "run")
+    special = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+    with (run / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES), model_writer=file, vocab_size=284, model_type="bpe",
+            byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **special,
+        )  # fmt: skip
+    config = RunFolder(run).config()
+    config = Config(
+        data=DataConfig(subword_sampling=0.3),
+        model=config.model,
+        training=TrainingConfig(init_from=str(run)),
+    )
+    paths = tmp_path / "a", tmp_path / "a"
+    assert_refused(
+        lambda: make_tokenizers(config, [], paths),
+        r"data\.subword_sampling needs tokenizers that know the probability .* Leave it at 0\.",
+    )
+    assert not paths[0].exists()
 
 
 # Run folders

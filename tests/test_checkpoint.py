@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import sys
 
 import flax
 import jax
@@ -357,6 +358,27 @@ def test_a_corrupted_array_never_becomes_parameters(copy, kind, warnings):
     largest = max(data_files(copy / "20"), key=lambda path: path.stat().st_size)
     corrupt(largest, kind, random.Random(0))
     assert check_restored(copy, warnings) == 10
+
+
+@pytest.mark.parametrize("lost", ["d", "manifest.ocdbt"])
+def test_a_lost_file_is_one_warning_and_nothing_on_stderr(
+    tmp_path, warnings, capfd, monkeypatch, lost
+):
+    """TensorStore prints a traceback of each array that it still reads when Orbax has given up."""
+    folder, state = tmp_path / "checkpoints", {"params": {f"{n}": jnp.ones(9) for n in range(90)}}
+    checkpoints = Checkpoints(folder, 5)
+    for step in (10, 20):
+        checkpoints.save(step, state, META)
+    checkpoints.close()
+    path = folder / "20" / "state" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    for _ in range(5):  # it is a race
+        assert restore_params(folder)[0] == 10
+        assert len(warnings()) == 1
+    assert [str(each.exc_value) for each in printed] == []
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow

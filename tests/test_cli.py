@@ -1,10 +1,12 @@
 """The command line: lines in, lines out, one sentence for every error."""
 
 import argparse
+import bz2
 import contextlib
 import gzip
 import io
 import json
+import lzma
 import math
 import os
 import pty
@@ -22,7 +24,7 @@ from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
-from flaxformer_min.cli.lines import Stop, write
+from flaxformer_min.cli.lines import Stop, warn_user, write
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
@@ -401,6 +403,21 @@ GARBAGE = {
     "gzip": (gzip.compress(b"the red house\n"), r"compressed \(gzip\).* first: zcat FILE > TEXT"),
     "UTF-16": ("the red house\n".encode("utf-16"), "UTF-16. Convert it: iconv -f utf-16 -t utf-8"),
     "big-endian UTF-16": (b"\xfe\xff\0a\0\n", "UTF-16. Convert it: iconv"),
+    "UTF-16 without a mark": (
+        "집 a\n".encode("utf-16-be"),
+        "UTF-16BE. Convert it: iconv -f utf-16",
+    ),
+    "UTF-32": ("the house\n".encode("utf-32"), "UTF-32. Convert it: iconv"),
+    "UTF-32 without a mark": ("a b\n".encode("utf-32-le"), "UTF-32LE. Convert it: iconv"),
+    "bzip2": (bz2.compress(b"the red house\n"), r"compressed \(bzip2\).* bzcat FILE"),
+    "xz": (lzma.compress(b"the red house\n"), r"compressed \(xz\).* first: xzcat FILE"),
+    "Zstandard": (b"\x28\xb5\x2f\xfd\4\0\1\2\3", r"compressed \(Zstandard\).*: zstdcat FILE"),
+    "zip": (b"PK\3\4\x14\0\0\0\b\0", "a zip archive. Unpack it first: unzip -p FILE > TEXT"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive. Unpack it first"),
+    "parquet": (b"PAR1\x15\4\x15\x10", r"a table \(parquet\). Write its texts into a file"),
+    "PDF": (b"%PDF-1.7\n%\xb5\xed\n", "a PDF. Extract its text first"),
+    "tar": (b"a" + bytes(256) + b"ustar\x0000", "a tar archive. Unpack it first"),
+    "CR": (b"the red house\rnine doors\r", r"those of .* end in \\r. Convert it: tr .*TEXT"),
 }
 
 
@@ -422,7 +439,21 @@ def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     (tmp_path / "garbage").write_bytes(content)
     status, out, err = call(line, content)
     assert (status, out, (tmp_path / "out").exists()) == (2, "", False)
-    assert re.fullmatch(f"flaxformer-min: error: text must .*(stdin|garbage) is {message}.*\n", err)
+    assert re.fullmatch(f"flaxformer-min: error: .*text.* must .*{message}.*\n", err), err
+    assert "stdin" in err or "garbage" in err
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
+    """They would clear the screen, or hide what is before them; a file gets them as they are."""
+    warn_user("one\r two\x1b[2J\x9b three")
+    assert capsys.readouterr().err.endswith("warning: one\\r two\\x1b[2J\\x9b three\n")
+    written = io.BytesIO()
+    write(written, ["a\x1bb"])
+    assert written.getvalue() == b"a\x1bb\n"
+    terminal = io.BytesIO()
+    terminal.isatty = lambda: True
+    write(terminal, ["a\x1bb"])
+    assert terminal.getvalue() == b"a\\x1bb\n"
 
 
 def test_a_line_break_that_a_model_spells_becomes_a_space(call, monkeypatch):

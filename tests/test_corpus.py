@@ -1,7 +1,9 @@
 """Pairs by number from text files, tfds sets and the embedded phrases."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import pickle
 import shutil
@@ -13,6 +15,7 @@ import pytest
 
 from flaxformer_min.data.corpora import languages_of, read_pairs, splits
 from flaxformer_min.data.corpora.pairs import is_empty
+from flaxformer_min.system import text_files
 from flaxformer_min.system.files import cache_folder
 
 
@@ -26,16 +29,20 @@ GERMAN = "Hallo.\nWie geht's?\nLeer.\nTschüss."
 PAIRS = [("Hello.", "Hallo."), ("How are you?", "Wie geht's?"), ("", "Leer."), ("Bye.", "Tschüss.")]
 
 
+PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+
+
 def write(folder, **files):
-    """Files by name, with __ for the dot; a name that ends in gz is packed."""
+    """Files by name, with __ for the dot; a name that ends as one of PACK is packed."""
     for name, content in files.items():
         content = content if isinstance(content, bytes) else content.encode()
         name = name.replace("__", ".")
-        (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        pack = PACK.get(name.rpartition(".")[2], bytes)
+        (folder / name).write_bytes(pack(content))
     return f"text:{folder}"
 
 
-@pytest.fixture(params=["plain", "gz", "tsv", "tsv.gz"])
+@pytest.fixture(params=["plain", "gz", "xz", "bz2", "tsv", "tsv.gz"])
 def corpus(request, tmp_path):
     """The same four pairs in every form."""
     table = "\n".join("\t".join(pair) for pair in PAIRS)
@@ -44,6 +51,8 @@ def corpus(request, tmp_path):
         **{
             "plain": {"train__en": ENGLISH, "train__de": GERMAN + "\n"},
             "gz": {"train__en__gz": ENGLISH, "train__de__gz": GERMAN},
+            "xz": {"train__en__xz": ENGLISH, "train__de__xz": GERMAN},
+            "bz2": {"train__en__bz2": ENGLISH, "train__de": GERMAN},
             "tsv": {"train__tsv": table},
             "tsv.gz": {"train__tsv__gz": table + "\n"},
         }[request.param],
@@ -225,6 +234,15 @@ def test_a_table_line_without_exactly_one_tab_is_an_error(tmp_path, line, tabs):
         pairs[1]
 
 
+def test_blank_lines_at_the_end_of_a_table_are_none(tmp_path):
+    for end in ("\n", "\n\n", "\r\n\r\n", "\n \n"):
+        pairs = read_pairs(write(tmp_path, train__tsv=f"a\tb\n\tc{end}"), "train")
+        assert list(pairs) == [("a", "b"), ("", "c")]
+    corpus = write(tmp_path, train__tsv="a\tb\n\nc\td\n")
+    with pytest.raises(ValueError, match="line 2: a line must be source, tab, target"):
+        list(read_pairs(corpus, "train"))
+
+
 def test_an_empty_split_is_an_error(tmp_path):
     corpus = write(
         tmp_path, train__en="", train__de="", test__tsv="", val__en__gz="", val__de__gz=""
@@ -236,20 +254,43 @@ def test_an_empty_split_is_an_error(tmp_path):
 
 def test_what_is_there_twice_is_an_error(tmp_path):
     corpus = write(tmp_path, train__en=ENGLISH, train__en__gz=ENGLISH, train__de=GERMAN)
-    with pytest.raises(ValueError, match=r"train\.en twice, plain and as \.gz"):
+    with pytest.raises(ValueError, match=r"train\.en twice: train\.en, train\.en\.gz"):
         read_pairs(corpus, "train", "en-de")
     write(tmp_path, val__en="a", val__de="b", val__tsv="a\tb")
     with pytest.raises(ValueError, match="'val' twice: as .tsv"):
         read_pairs(corpus, "val", "en-de")
 
 
-def test_a_broken_gzip_file_is_an_error_that_names_it(tmp_path):
-    corpus = write(tmp_path, train__en__gz=ENGLISH, train__de="x")
-    whole = (tmp_path / "train.en.gz").read_bytes()
-    for broken in (b"no gzip", whole[: len(whole) // 2], whole[:12] + b"\xff\xff" + whole[14:]):
-        (tmp_path / "train.en.gz").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"train\.en\.gz must be a gzip file"):
+def test_a_zst_file_is_read_where_a_package_can(tmp_path, monkeypatch):
+    zstd = pytest.importorskip("backports.zstd")
+    corpus = write(tmp_path, train__en=ENGLISH, train__de__zst=zstd.compress(GERMAN.encode()))
+    assert list(read_pairs(corpus, "train", "en-de")) == PAIRS
+    for package in ("backports", "compression"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=r"train\.de\.zst needs Python 3\.14 or the package"):
+        read_pairs(corpus, "train", "en-de")
+
+
+@pytest.mark.parametrize(
+    "ending, kind", [("gz", "gzip"), ("xz", "xz"), ("bz2", "bzip2"), ("zst", "Zstandard")]
+)
+def test_a_broken_compressed_file_is_an_error_that_names_it(tmp_path, ending, kind):
+    pack = PACK.get(ending) or pytest.importorskip("backports.zstd").compress
+    corpus, whole = write(tmp_path, train__de="x"), pack(ENGLISH.encode())
+    altered = whole[:12] + b"\xff\xff" + whole[14:]
+    if ending == "zst":  # which has no checksum by default
+        altered = whole[:4]
+    for broken in (b"no gzip", whole[: len(whole) // 2], altered):
+        (tmp_path / f"train.en.{ending}").write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"train\.en\.{ending} must be a {kind} file"):
             read_pairs(corpus, "train", "en-de")
+
+
+def test_a_file_that_becomes_much_larger_than_text_would_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "SMALL", 1_000)
+    corpus = write(tmp_path, train__en__xz=" " * 1_000_000, train__de="x")
+    with pytest.raises(ValueError, match="more than 100 times as large"):
+        read_pairs(corpus, "train", "en-de")
 
 
 def test_a_fingerprint_changes_when_the_data_does(tmp_path):
@@ -279,10 +320,35 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_folder() == Path("/xdg/flaxformer_min")
     assert cache_folder(str(tmp_path)) == tmp_path
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which XDG says to ignore
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_folder() == Path("/home/me/.cache/flaxformer_min")
     assert cache_folder("~/data") == Path("/home/me/data")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(ValueError, match="this user has no home. Set XDG_CACHE_HOME"):
+        cache_folder()
+
+
+def test_a_cache_that_others_can_write_is_refused_as_ssh_does(monkeypatch, tmp_path):
+    """Also through a link, and in a folder above; /tmp with its sticky bit may be above."""
+    (tmp_path / "shared" / "mine").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "shared" / "mine")
+    for name in ("shared", "shared/mine", "shared/mine/new", "link"):
+        assert cache_folder(str(tmp_path / name)) == tmp_path / name
+    (tmp_path / "shared").chmod(0o777)
+    for name in ("shared", "shared/mine", "shared/mine/new", "link"):
+        with pytest.raises(ValueError, match=r"others can write .*shared\."):
+            cache_folder(str(tmp_path / name))
+    (tmp_path / "shared").chmod(0o1777)
+    assert cache_folder(str(tmp_path / "link")) == tmp_path / "link"
+    with pytest.raises(ValueError, match=r"others can write .*shared\."):
+        cache_folder(str(tmp_path / "shared"))
+    if os.getuid() == 0:  # what belongs to root is safe for others, too
+        os.chown(tmp_path / "shared" / "mine", 54321, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ValueError, match="only this user"):
+        cache_folder(str(tmp_path / "link"))
 
 
 def test_text_is_read_without_loading_tfds_or_babel(tmp_path):
@@ -495,6 +561,16 @@ def test_the_embedded_phrases_are_made_for_the_direction_that_is_wanted(small, t
     pairs = read_pairs("cldr:en-ko", "test", "ko-en", str(tmp_path))
     assert pairs.languages == ("ko", "en")
     assert list(pairs) == list(read_pairs("cldr:ko-en", "test", cache_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["*array_record*", "dataset_info.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+def test_damaged_phrases_in_the_cache_are_made_again(small, tmp_path, name, damage):
+    """array_record and protobuf raise errors of their own."""
+    whole = list(read_pairs("cldr:en-ko", "test", cache_dir=str(tmp_path)))
+    for file in tmp_path.rglob(name):
+        damage(file)
+    assert list(read_pairs("cldr:en-ko", "test", cache_dir=str(tmp_path))) == whole
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flaxformer_min.kernels.backend import (
     compiling_for,
     compute_dtype,
 )
-from flaxformer_min.system import devices
+from flaxformer_min.system import compilation, devices
 from flaxformer_min.system.devices import configure_cpu_devices
 
 
@@ -40,11 +40,21 @@ def test_a_gpu_that_was_hidden_on_purpose_is_not_named(monkeypatch):
 def test_compiled_programs_are_cached_unless_the_user_chose_a_folder(monkeypatch, tmp_path):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    devices.enable_compilation_cache(tmp_path)
+    compilation.enable_compilation_cache(tmp_path)
     assert updates == {}, "the tests have a cache of their own"
-    monkeypatch.setattr(devices, "jax", type("jax", (), {"config": Config(updates)}))
-    devices.enable_compilation_cache(tmp_path)
+    monkeypatch.setattr(compilation, "jax", type("jax", (), {"config": Config(updates)}))
+    compilation.enable_compilation_cache(tmp_path)
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
+
+
+def test_no_programs_are_cached_where_others_can_write_them(monkeypatch, tmp_path, caplog):
+    """They are executed."""
+    tmp_path.chmod(0o777)
+    updates = {}
+    monkeypatch.setattr(compilation, "jax", type("jax", (), {"config": Config(updates)}))
+    compilation.enable_compilation_cache(tmp_path)
+    assert updates == {"jax_enable_compilation_cache": False}
+    assert f"others can write {tmp_path}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -59,8 +69,8 @@ def test_compiled_programs_are_cached_unless_the_user_chose_a_folder(monkeypatch
 def test_the_variables_of_jax_choose_the_cache_of_compiled_programs(tmp_path, chosen, kept_in):
     """No option of ours is needed."""
     script = (
-        "import jax, pathlib; from flaxformer_min.system.devices import enable_compilation_cache;"
-        "enable_compilation_cache(pathlib.Path('ours'));"
+        "import jax; from flaxformer_min.system.compilation import enable_compilation_cache;"
+        "enable_compilation_cache('ours');"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
         "jax.jit(lambda x: x * 3 + 1)(2.0)"
     )

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from tiny_run import make_tiny_run
 
 from flaxformer_min import (
     Batch,
@@ -33,10 +35,12 @@ from flaxformer_min import (
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.data.corpora.pairs import as_pairs
 from flaxformer_min.decoding.models import name_of_model
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.prepare import open_text, prepare
-from flaxformer_min.experiment.run import usable_example
+from flaxformer_min.experiment.run import TrainResult, usable_example
 from flaxformer_min.experiment.validation import Validator
 from flaxformer_min.storage.metadata import Metric
+from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
@@ -320,7 +324,27 @@ def test_a_model_that_cannot_decode_is_not_chosen_by_its_translations(tmp_path, 
         train(config, tmp_path / "run", pairs=PAIRS, model=model)
 
 
-@pytest.mark.parametrize("sources, example", [(["", " ", "it's", "a\nb", "c"], "c"), (["'"], "")])
+def test_the_translator_of_a_relative_folder_is_found_from_another(tmp_path, monkeypatch):
+    make_tiny_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    result = TrainResult(RunFolder("run"), 1, False, {})
+    monkeypatch.chdir("/")
+    assert result.run.path == Path("run")
+    assert len(result.translator.models) == 1
+
+
+def test_a_jax_that_may_not_compile_is_named(tmp_path):
+    """Programs are compiled ahead of time, of which jax says something that names no variable."""
+    run = make_tiny_run(tmp_path / "run")
+    for call in (Translator.load, lambda run: train(RunFolder(run).config(), tmp_path / "new")):
+        with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT .* forbids them"):
+            call(run)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "sources, example", [(["", " ", "it's", "a\nb", "a\rb", "\x1b[2J", "c"], "c"), (["'"], "")]
+)
 def test_an_example_is_a_source_that_a_shell_takes_as_one_line(sources, example):
     assert usable_example([(source, "target") for source in sources]) == example
 

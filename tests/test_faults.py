@@ -703,6 +703,23 @@ def test_a_folder_whose_name_is_a_pattern_is_refused_before_anything_is_written(
     assert Translator.load(moved).translate(LINES) == Translator.load(run).translate(LINES)
 
 
+@pytest.mark.parametrize("name", ["a\\b", "gs:", "xgs:", os.fsdecode(b"\xff")])
+def test_a_folder_that_is_read_as_another_is_refused_before_it_is_written_or_read(tmp_path, name):
+    r"""TensorStore takes a\b for a/b, Orbax /home/gs:/run for a bucket."""
+    run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
+    config, moved = RunFolder(run).config(), tmp_path / name / "run"
+    moved.parent.mkdir()
+    with pytest.raises(ValueError, match=r"the path of a run must (not have|be).*Choose another"):
+        train(config, moved)
+    assert list(moved.parent.iterdir()) == []
+    shutil.copytree(run, moved)
+    before = contents(moved)
+    for use in (Translator.load, lambda moved: train(config, moved)):
+        with pytest.raises(ValueError, match=r"the path of a run must (not have|be).*got .*run"):
+            use(moved)
+    assert contents(moved) == before
+
+
 def test_a_disk_that_is_full_when_a_run_starts_is_named(tmp_path, monkeypatch):
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

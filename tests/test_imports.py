@@ -22,7 +22,7 @@ FLOORS = [
     {"model", "data", "plots", "evaluation"},
     {"kernels", "system"},
     {"config"},
-    {"config_fields", "languages", "tokens"},
+    {"config_checks", "config_fields", "languages", "tokens"},
 ]
 """The parts of the package, the highest first: each imports from itself and the floors below."""
 

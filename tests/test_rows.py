@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
-from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
+from flaxformer_min.data.encoding import Counts, EncodedPairs, encode_pairs
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.packing import pack
 from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
@@ -308,6 +308,17 @@ def test_the_end_of_a_sentence_is_no_piece_of_its_words(tmp_path):
     assert str(encoded.counts).endswith("pieces per word: 2.50 source, 3.00 target")
 
 
+def test_text_without_spaces_has_pieces_per_character():
+    """Twelve pieces and two ends of four words on one side, of ten characters on the other."""
+    counts = Counts(2, 0, 0, 4, 2, 14, 14, 0, 10)
+    assert str(counts).endswith("pieces per word: 3.00 source; pieces per character: 1.20 target")
+
+
+def test_characters_of_scripts_without_spaces_are_counted(tmp_path):
+    counts = encode([("ab cd", "今日は。"), ("한국어 x", "สวัสดี")], tmp_path).counts
+    assert (counts.source_characters, counts.target_characters) == (0, 10)
+
+
 @pytest.mark.parametrize(
     "row_lengths, expected",
     [
@@ -362,7 +373,7 @@ WORKERS = """
 import os, sys, time
 from pathlib import Path
 from flaxformer_min.data.batches import TrainingBatches
-from flaxformer_min.data.encoding import EncodedPairs
+from flaxformer_min.data.encoding import Counts, EncodedPairs
 from flaxformer_min.system.signals import StopRequest
 def main():
     rows = TrainingBatches(EncodedPairs.load(Path(sys.argv[1])), (16, 12), 8, seed=0, workers=1)

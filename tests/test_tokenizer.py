@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import tempfile
+import unicodedata
 
 import pytest
 import sentencepiece
@@ -25,8 +26,13 @@ LINES = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    train_tokenizer(LINES, 400, path)
+    train_tokenizer(LINES, 400, path, normalization="identity")
     return path
+
+
+@pytest.fixture(scope="module")
+def normalizing(tmp_path_factory):
+    return train_tokenizer(LINES, 400, tmp_path_factory.mktemp("nmt_nfkc") / "tokenizer.model")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,47 @@ def other_model(path, **options):
 )
 def test_a_text_comes_back_as_it_was(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " Hello,  world at 3: 9. ",
+        "Hello,\u00a0world\u202fat\u20093:\u30009.",
+        "\u200bHello, world\tat 3:\u00a0 9.\ufeff",
+        "Hel\u00adlo,\u2028world\u0085at 3: 9.\u200e",
+        "\u2066Hello\u2069, wor\u2060ld\vat 3: 9.".replace("\v", "▁"),
+        "\uff28ello, world at \uff13: 9.\x1b\x07",
+        unicodedata.normalize("NFD", "Hello, world at 3: 9."),
+    ],
+)
+def test_text_as_other_programs_write_it_is_read_as_the_plain_text(normalizing, text):
+    plain = normalizing.encode("Hello, world at 3: 9.")
+    assert normalizing.decode(plain) == "Hello, world at 3: 9."
+    assert normalizing.encode(text) == plain
+    assert normalizing.encode_segmentations(text, 3)[0] == plain
+
+
+def test_decomposed_letters_are_read_as_composed_ones(normalizing, tmp_path):
+    """The 11,172 syllables of Hangul as macOS names its files; identity keeps them apart."""
+    for text in ("안녕하세요", "Côte d’Ivoire"):
+        decomposed = unicodedata.normalize("NFD", text)
+        assert decomposed != text
+        assert normalizing.encode(decomposed) == normalizing.encode(text)
+
+
+def test_nfkc_keeps_line_breaks_and_zero_width_characters(tmp_path):
+    nfkc = train_tokenizer(LINES, 400, tmp_path / "model", normalization="nfkc")
+    assert nfkc.decode(nfkc.encode("\uff13\u00a0a\u200cb▁\nc")) == "3 a\u200cb▁\nc"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_what_is_normalized_stays_as_it_is(normalizing, text):
+    ids = normalizing.encode(text)
+    assert UNK not in ids
+    once = normalizing.decode(ids)
+    assert normalizing.decode(normalizing.encode(once)) == once
 
 
 @settings(max_examples=150, deadline=None)
@@ -170,7 +217,7 @@ def test_half_a_surrogate_pair_is_an_error_in_training_too(tmp_path):
 
 
 def test_the_same_lines_give_the_same_bytes(tokenizer, tmp_path):
-    again = train_tokenizer(iter(LINES), 400, tmp_path / "again")
+    again = train_tokenizer(iter(LINES), 400, tmp_path / "again", normalization="identity")
     other = train_tokenizer(LINES[:300], 400, tmp_path / "other")
     assert again.model == tokenizer.model == (tmp_path / "again").read_bytes()
     assert again == tokenizer and again.fingerprint == tokenizer.fingerprint
@@ -217,7 +264,7 @@ def test_a_tokenizer_is_pickled(tokenizer):
 
 def test_training_lines_may_be_empty_or_hold_breaks_and_nul(tmp_path):
     lines = [*LINES, "", " ", *(f"{letter}\nb\nc\0" for letter in "abc" * 500), "</s> <s>", "▁"]
-    tokenizer = train_tokenizer(lines, 400, tmp_path / "model")
+    tokenizer = train_tokenizer(lines, 400, tmp_path / "model", normalization="identity")
     assert tokenizer.decode(tokenizer.encode("a\nb\0▁")) == "a\nb\0▁"
     assert tokenizer.pieces(tokenizer.encode("\n"))[:-1] == ["▁", "<0x0A>"]
 
@@ -240,7 +287,8 @@ def test_training_prints_nothing(tmp_path, capfd):
 def test_training_needs_no_folder_for_temporary_files(tokenizer, tmp_path, monkeypatch):
     """There may be none that can be written."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    assert train_tokenizer(LINES, 400, tmp_path / "model") == tokenizer
+    again = train_tokenizer(LINES, 400, tmp_path / "model", normalization="identity")
+    assert again == tokenizer
     assert os.listdir(tmp_path) == ["model"]
 
 

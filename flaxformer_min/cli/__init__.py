@@ -23,6 +23,7 @@ from flaxformer_min.system.streams import (
     drop_unwritable,
     ignore_broken_pipe,
     open_streams,
+    visible,
 )
 
 MEMORY_ADVICE = (
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         drop_unwritable()
         with ignore_broken_pipe():
-            print(f"flaxformer-min: error: {_sentence(error)}", file=sys.stderr)
+            print(f"flaxformer-min: error: {visible(_sentence(error))}", file=sys.stderr)
         return 2
 
 
@@ -119,11 +120,10 @@ def _sentence(error: Exception) -> str:
 def _prepare_jax(loads_model: bool, greedy: bool) -> None:
     from flaxformer_min.system.compilation import enable_compilation_cache
     from flaxformer_min.system.devices import configure_cpu_devices, cpu_cores
-    from flaxformer_min.system.files import cache_folder
 
     configure_cpu_devices()
     tune_malloc(heaps=cpu_cores() if greedy else 1)  # a beam gains little, and needs more memory
-    enable_compilation_cache(cache_folder())
+    enable_compilation_cache()
     if loads_model:  # now, while Ctrl-C may end the process
         import orbax.checkpoint  # noqa: F401
 

@@ -143,6 +143,8 @@ def _add_evaluate(commands: Any) -> None:
     add("--source", metavar="FILE", help="sentences to translate (default: the split's)")
     add("--reference", metavar="FILE",
         help="their translations, line by line (default: the split's)")
+    add("--languages", metavar="SOURCE-TARGET",
+        help="languages of the test set, such as en-ja (default: the run's own)")
     add("--tokenize", metavar="NAME",
         help="sacreBLEU's tokenizer for BLEU (default: one that fits the target language)")
     add("--lowercase", action="store_true",

@@ -30,7 +30,8 @@ def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     with open_output(args.output) if args.output else contextlib.nullcontext() as output:
         data, languages, pairs = _test_set(args)
         target = parse_languages(languages)[1] if languages else ""
-        tokenize = args.tokenize or evaluation.default_tokenize(target)
+        references = [reference for _, reference in pairs]
+        tokenize = args.tokenize or evaluation.default_tokenize(target, references)
         evaluation.bleu(["a"], ["a"], tokenize=tokenize)  # raises before the work, not after it
         pairs, used = _without_text_of_skipped(pairs, data)
         translator = load(args)
@@ -73,7 +74,8 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
     if args.source is None:
         corpus, split = args.corpus or _corpus_of_run(data.corpus), args.split or "test"
         try:
-            pairs = list(read_pairs(corpus, split, data.languages, data.cache_dir))
+            languages = args.languages or data.languages
+            pairs = list(read_pairs(corpus, split, languages, data.cache_dir))
         except ValueError as error:
             where = ""
             if corpus.startswith("tfds:"):
@@ -82,13 +84,13 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
                 f"{error} {where}--corpus names another corpus; --source and --reference name "
                 "files."
             ) from error
-        return f"{split} of {corpus}", data.languages, pairs
+        return f"{split} of {corpus}", languages, pairs
     for name in ("split", "corpus"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} has its own references; leave it out beside --source.")
     chunks = read_aligned(args.source, args.reference)
     pairs = [pair for _, sides in chunks for pair in zip(*sides, strict=True)]
-    return f"{args.source} and {args.reference}", data.languages, pairs
+    return f"{args.source} and {args.reference}", args.languages or data.languages, pairs
 
 
 def _without_text_of_skipped(
@@ -165,6 +167,8 @@ def _report(
         for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
     ]
     chosen = "as requested" if args.tokenize else f"the default of {report['languages']}"
+    if not report["languages"] and not args.tokenize:
+        chosen = "by the references, as the run has no languages: name them with --languages"
     return [
         f"model: {', '.join(models)}",
         f"data: {report['data']}, {measured.sentences:,} pairs; {report['skipped']:,} with an "

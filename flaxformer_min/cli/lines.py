@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flaxformer_min.system.files import check_is_text, decode_line, open_atomically
+from flaxformer_min.system.files import open_atomically
 from flaxformer_min.system.signals import StopRequest
-from flaxformer_min.system.streams import ignore_broken_pipe
+from flaxformer_min.system.streams import ignore_broken_pipe, visible
+from flaxformer_min.system.text_files import SAMPLE, check_is_text, decode_line
 
 CHUNK = 1_024
 """Most lines that are read, translated and written together."""
 
 BLOCK = 1 << 16
 """Most bytes that are read at once."""
-
-DECOMPRESS = "Decompress it first: zcat FILE > TEXT."
 
 POLL_SECONDS = 0.5
 """How often waiting for input checks for signals.
@@ -33,7 +32,7 @@ A signal just before the wait, or to another thread, does not interrupt the wait
 def warn_user(message: Any) -> None:
     """Print a warning on stderr."""
     with ignore_broken_pipe():
-        print(f"flaxformer-min: warning: {message}", file=sys.stderr)
+        print(f"flaxformer-min: warning: {visible(str(message))}", file=sys.stderr)
 
 
 class Stop(StopRequest):
@@ -69,8 +68,8 @@ class Lines:
     r"""Decoded lines of an open file, as soon as they are available.
 
     Only \n ends a line; a \r before it and a BOM are dropped. Invalid UTF-8 becomes U+FFFD, with a
-    warning; gzip and UTF-16 are refused. At a terminal it prompts. `count` is the number of lines
-    taken so far.
+    warning; other formats are refused (see `check_is_text`). At a terminal it prompts. `count` is
+    the number of lines taken so far.
     """
 
     def __init__(self, file: Any, name: str, warn: Callable[[str], None] = warn_user):
@@ -79,7 +78,7 @@ class Lines:
         self.typed = os.isatty(file.fileno())
         self._descriptor, self._warn = file.fileno(), warn
         self._lines: list[bytes] = []
-        self._rest, self._ended = bytearray(), False
+        self._rest, self._ended, self._beginning = bytearray(), False, b""
 
     def take(self, most: int, wait: bool = False) -> list[str]:
         """Return at most `most` available lines, and at least one unless the file has ended.
@@ -100,6 +99,8 @@ class Lines:
             pass
         block = os.read(self._descriptor, BLOCK)
         self._rest += block
+        if len(self._beginning) < SAMPLE and not self.count:
+            self._beginning += block
         if b"\n" in block:
             *lines, self._rest = self._rest.split(b"\n")
             self._lines += lines
@@ -111,7 +112,7 @@ class Lines:
         self.count += 1
         first = self.count == 1
         if first:
-            check_is_text(line, self.name, DECOMPRESS)
+            check_is_text(self._beginning, self.name)
         try:
             return decode_line(line, first)
         except UnicodeDecodeError as error:
@@ -168,7 +169,9 @@ def open_output(path: str | None) -> contextlib.AbstractContextManager[BinaryIO]
 
 
 def write(output: BinaryIO, lines: list[str]) -> None:
-    """Write lines, and flush them."""
+    """Write lines, and flush them; at a terminal without control characters (see `visible`)."""
+    if output.isatty():
+        lines = [visible(line) for line in lines]
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())
     while rest:  # stdout without a buffer, as with PYTHONUNBUFFERED, may take a part
         taken = output.write(rest)

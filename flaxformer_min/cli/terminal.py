@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from flaxformer_min.system.files import naming
-from flaxformer_min.system.streams import ignore_broken_pipe
+from flaxformer_min.system.streams import ignore_broken_pipe, visible
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -27,7 +27,7 @@ class TerminalHandler(logging.Handler):
         """Write a record."""
         if not self._only_if():
             return
-        text = record.getMessage()
+        text = visible(record.getMessage())
         with naming("the program's output"), ignore_broken_pipe():
             if record.levelno < logging.WARNING:
                 _write(text, sys.stdout)

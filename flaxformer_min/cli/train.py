@@ -27,10 +27,15 @@ from flaxformer_min.system.distributed import (
     gather,
     is_main_process,
 )
-from flaxformer_min.system.files import cache_folder
+from flaxformer_min.system.files import read_file
 from flaxformer_min.system.memory import tune_malloc
 from flaxformer_min.system.signals import InterruptOnSignal
-from flaxformer_min.system.streams import CLOSED_PIPE, drop_unwritable, ignore_broken_pipe
+from flaxformer_min.system.streams import (
+    CLOSED_PIPE,
+    drop_unwritable,
+    ignore_broken_pipe,
+    visible,
+)
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -84,7 +89,7 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
             with ignore_broken_pipe():
                 reason = "there is too little memory." if isinstance(error, MemoryError) else error
-                print(f"{prog}: error: {reason}", file=sys.stderr)
+                print(f"{prog}: error: {visible(str(reason))}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             with ignore_broken_pipe():
@@ -94,7 +99,7 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
 
 def _train(settings: Arguments) -> TrainResult:
     config = Config(*(getattr(settings, field.name) for field in dataclasses.fields(Config)))
-    enable_compilation_cache(cache_folder(config.data.cache_dir))
+    enable_compilation_cache(config.data.cache_dir)
     return train(config, settings.workdir, profile=settings.profile)
 
 
@@ -105,10 +110,11 @@ def _print_next_command(result: TrainResult, command: list[str]) -> None:
         program = "python train.py" if command[0] == "train.py" else command[0]
         again = shlex.join(command[1:])
         when = f"at step {result.step:,} and saved" if result.step else "before the first step"
-        print(f"Stopped {when}. To continue: {program} {again}".rstrip())
+        print(visible(f"Stopped {when}. To continue: {program} {again}".rstrip()))
         return
     run = shlex.quote(str(result.run.path))
-    print(f"Translate with this run:\n  echo '{result.example}' | flaxformer-min translate {run}")
+    command = f"echo '{result.example}' | flaxformer-min translate {run}"
+    print(visible(f"Translate with this run:\n  {command}"))
 
 
 def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
@@ -139,7 +145,7 @@ def read_arguments(argv: Sequence[str], prog: str) -> Arguments:
 def _config_of_run(path: Path) -> Config:
     """Return the settings of a run's config.json, which do not choose where caches are."""
     try:
-        config = Config.from_json(path.read_text(encoding="utf-8"), path)
+        config = Config.from_json(read_file(path).decode(), path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text; {error}.") from error
     if config.data.cache_dir:

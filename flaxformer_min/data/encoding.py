@@ -13,9 +13,10 @@ import numpy as np
 
 from flaxformer_min.data.corpora.pairs import is_empty
 from flaxformer_min.data.packing import Packing, group_by_lengths, pack
+from flaxformer_min.languages import UNSPACED, is_unspaced
 from flaxformer_min.system.files import folder_atomically, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cached files; increased when the same text is encoded or packed differently."""
 
 CHUNK = 20_000
@@ -49,7 +50,10 @@ class Ragged(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Statistics of a split; words and pieces (with EOS) are those of pairs that are not empty."""
+    """Statistics of a split; words and pieces (with EOS) are those of pairs that are not empty.
+
+    Characters are those of scripts without spaces between words.
+    """
 
     read: int
     empty: int
@@ -58,6 +62,8 @@ class Counts(NamedTuple):
     target_words: int
     source_pieces: int
     target_pieces: int
+    source_characters: int = 0
+    target_characters: int = 0
 
     @property
     def kept(self) -> int:
@@ -67,11 +73,18 @@ class Counts(NamedTuple):
     def __str__(self) -> str:
         """Return a one-line summary."""
         ends = self.read - self.empty  # the EOS of each sentence, which is not part of a word
-        source = (self.source_pieces - ends) / max(self.source_words, 1)
-        target = (self.target_pieces - ends) / max(self.target_words, 1)
+        sides = {"source": (self.source_pieces, self.source_words, self.source_characters)}
+        sides["target"] = self.target_pieces, self.target_words, self.target_characters
+        rates: dict[str, list[str]] = {}
+        for side, (pieces, words, characters) in sides.items():
+            unit, count = "word", words
+            if is_unspaced(words, characters):
+                unit, count = "character", characters
+            rates.setdefault(unit, []).append(f"{(pieces - ends) / max(count, 1):.2f} {side}")
+        listed = "; ".join(f"pieces per {unit}: {', '.join(each)}" for unit, each in rates.items())
         return (
             f"{self.read:,} pairs read, {self.empty:,} with an empty side and {self.too_long:,} "
-            f"longer than a row dropped; pieces per word: {source:.2f} source, {target:.2f} target"
+            f"longer than a row dropped; {listed}"
         )
 
 
@@ -231,11 +244,7 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> 
         ]
         for start in range(0, len(pairs), CHUNK):
             texts = pairs[start : start + CHUNK]
-            full = [pair for pair in texts if not is_empty(pair)]
-            sides = [
-                tokenizer.encode_batch([pair[side] for pair in full])
-                for side, tokenizer in enumerate(tokenizers)
-            ]
+            full, sides = _encode(texts, tokenizers)
             fits = [
                 len(a) <= row_lengths[0] and len(b) <= row_lengths[1]
                 for a, b in zip(*sides, strict=True)
@@ -247,14 +256,32 @@ def _write(pairs, tokenizers, row_lengths, folder: Path, segmentations: int) -> 
                 )
             words = [sum(len(pair[side].split()) for pair in full) for side in (0, 1)]
             pieces = [sum(map(len, sides[side])) for side in (0, 1)]
+            characters = [
+                sum(len(UNSPACED.findall(pair[side])) for pair in full) for side in (0, 1)
+            ]
             empty = len(texts) - len(full)
-            totals += [len(texts), empty, len(fits) - sum(fits), *words, *pieces]
+            totals += [len(texts), empty, len(fits) - sum(fits), *words, *pieces, *characters]
         digests = [writer.finish() for writer in writers]
     about = {
         "counts": dict(zip(Counts._fields, totals.tolist(), strict=True)),
         "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
     }
     (folder / "about.json").write_text(json.dumps(about))
+
+
+def _encode(texts: Sequence[tuple[str, str]], tokenizers) -> tuple[list, list[list[list[int]]]]:
+    """Return the pairs with text on both sides, and the ids of each side."""
+    full = [pair for pair in texts if not is_empty(pair)]
+    sides = [
+        tokenizer.encode_batch([pair[side] for pair in full])
+        for side, tokenizer in enumerate(tokenizers)
+    ]
+    # Text of which normalization leaves nothing is empty, too: EOS is all there is.
+    some = [min(len(a), len(b)) > 1 for a, b in zip(*sides, strict=True)]
+    full = [pair for pair, has_text in zip(full, some, strict=True) if has_text]
+    return full, [
+        [ids for ids, has_text in zip(side, some, strict=True) if has_text] for side in sides
+    ]
 
 
 class _SideWriter:

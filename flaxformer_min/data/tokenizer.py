@@ -1,8 +1,8 @@
-"""Lossless tokenization with a SentencePiece unigram model.
+"""Tokenization with a SentencePiece unigram model.
 
-`decode(encode(text))` returns any text that UTF-8 can encode unchanged: characters that are not in
-the vocabulary are spelled in bytes, and nothing is normalized. No text becomes a control token:
-`</s>` is encoded as four characters.
+`decode(encode(text))` returns the text as the model normalizes it, and with the rule `identity` any
+text unchanged: characters that are not in the vocabulary are spelled in bytes. No text becomes a
+control token: `</s>` is encoded as four characters.
 """
 
 import contextlib
@@ -13,17 +13,26 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
-from flaxformer_min.system.files import write_atomically
+from flaxformer_min.system.files import read_file, write_atomically
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 LOGGER = logging.getLogger("flaxformer_min")
 
 SPACE = "\u2581"
 """SentencePiece's sign for a space inside pieces, ▁. It also reads a ▁ in a text as a space."""
+
+INVISIBLE = dict.fromkeys([0xAD, 0x2060, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]) | {
+    0x85: " "
+}
+"""Soft hyphens, joiners and directions, which SentencePiece's rules keep; a line break of EBCDIC.
+
+They are dropped, and the break becomes a space, where a model normalizes at all.
+"""
 
 SPECIAL_IDS = {"PAD": PAD, "UNK": UNK, "BOS": BOS, "EOS": EOS}
 
@@ -37,8 +46,6 @@ TRAINING = {
     "byte_fallback": True,
     "character_coverage": 0.9995,
     "split_digits": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
     "max_sentence_length": 16_384,
     "num_threads": 4,  # fixed, because the sums of the EM steps, and so the model, depend on it
     "minloglevel": 2,
@@ -66,8 +73,11 @@ class Tokenizer:
                 f"{where} must be able to spell any text in bytes; it has no byte pieces. Train it "
                 "with train_tokenizer, or with SentencePiece's option --byte_fallback."
             )
+        self._normalizes = "\u00a0" not in processor.normalize("\u00a0")
         # No piece contains a line break, so text after one is segmented as if it were alone.
         self._after_break = len(processor.encode("\n"))
+        # A model that reads a line break as a space reads ▁ as one, too.
+        self._spells_space = processor.decode(processor.encode("\n")) == "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -98,9 +108,10 @@ class Tokenizer:
         """Return `encode` of each text, several times faster than one by one."""
         for index, text in enumerate(texts):
             check_text(text, index)
-        batch = self._processor.encode(list(texts), add_eos=True)
+        texts = [self._visible(text) for text in texts]
+        batch = self._processor.encode(texts, add_eos=True)
         for index, text in enumerate(texts):
-            if SPACE in text:
+            if self._spells_space and SPACE in text:
                 batch[index] = [*self._encode_with_space_signs(text), EOS]
         return batch
 
@@ -109,7 +120,7 @@ class Tokenizer:
 
         A text that contains ▁ has only that one. Raises ValueError as `encode` does.
         """
-        best = self.encode(text)
+        best, text = self.encode(text), self._visible(text)
         if SPACE in text or count == 1:
             return [best]
         others = ([*ids, EOS] for ids in self._processor.nbest_encode(text, nbest_size=count))
@@ -131,6 +142,9 @@ class Tokenizer:
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return the piece of each id for display: ▁ is a space, <0xEC> a byte."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    def _visible(self, text: str) -> str:
+        return text.translate(INVISIBLE) if self._normalizes and not text.isascii() else text
 
     def _encode_with_space_signs(self, text: str) -> list[int]:
         """Return the ids of a text whose ▁ is spelled in bytes, to distinguish it from a space."""
@@ -160,6 +174,7 @@ def train_tokenizer(
     vocab_size: int,
     path: str | Path,
     *,
+    normalization: str = "nmt_nfkc",
     cache: Path | None = None,
     fingerprint: str = "",
 ) -> Tokenizer:
@@ -168,7 +183,9 @@ def train_tokenizer(
     Digits are pieces of their own, so that numbers are copied and not memorized. The same lines
     give the same model. Empty lines and lines of more than 16 kB are ignored.
 
-    cache:       folder to store the tokenizer in, under `fingerprint` and `vocab_size`. The next
+    normalization: SentencePiece's rule for all text that it reads, here and in use: `nmt_nfkc`,
+                 `nfkc` or `identity`. All but `identity` also merge spaces.
+    cache:       folder to store the tokenizer in, under `fingerprint` and the options. The next
                  call returns the stored one without reading `lines`.
     fingerprint: identifies the lines.
 
@@ -181,12 +198,17 @@ def train_tokenizer(
             "a cached tokenizer needs a fingerprint that identifies its lines; got none. Pass "
             "fingerprint=, or leave out cache."
         )
-    parts = (fingerprint, vocab_size, TRAINING, sentencepiece.__version__)
+    options = TRAINING | {
+        "vocab_size": vocab_size,
+        "normalization_rule_name": normalization,
+        "remove_extra_whitespaces": normalization != "identity",
+    }
+    parts = (fingerprint, options, sentencepiece.__version__)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     cached = cache and cache / "tokenizers" / f"{name}.model"
     tokenizer = cached and _load_cached(cached)
     if not tokenizer:
-        tokenizer = _train(lines, vocab_size, path)
+        tokenizer = _train(lines, options, path)
         if cached:
             with contextlib.suppress(OSError):  # a read-only cache
                 write_atomically(cached, tokenizer.model)
@@ -208,7 +230,7 @@ def _load_cached(path: Path) -> Tokenizer | None:
         return None
 
 
-def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+def _train(lines: Iterable[str], options: dict[str, Any], path: str | Path) -> Tokenizer:
     raised: list[BaseException] = []
 
     def parts() -> Iterator[str]:
@@ -216,6 +238,8 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
             # No piece may contain a line break (see Tokenizer); NUL is not text.
             for number, line in enumerate(lines):
                 check_text(line, number)
+                if options["normalization_rule_name"] != "identity":
+                    line = line.translate(INVISIBLE)
                 yield from filter(None, re.split("[\n\0]", line))
         except BaseException as error:  # an interrupt, too: SentencePiece reports only its text
             raised.append(error)
@@ -224,12 +248,12 @@ def _train(lines: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size, **TRAINING
+            sentence_iterator=parts(), model_writer=model, **options
         )
     except RuntimeError as error:
         if raised:
             raise raised[0] from None
-        raise ValueError(_training_error(str(error), vocab_size)) from error
+        raise ValueError(_training_error(str(error), options["vocab_size"])) from error
     return Tokenizer(model.getvalue(), path)
 
 
@@ -251,7 +275,7 @@ def _training_error(error: str, vocab_size: int) -> str:
 def read_bytes(path: str | Path) -> bytes:
     """Return the content of a tokenizer's file. Raises ValueError if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return read_file(Path(path))
     except OSError as error:
         raise ValueError(
             f"A tokenizer must be a readable file; {path}: {error.strerror}."

@@ -26,6 +26,7 @@ from flaxformer_min.decoding.models import (
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.storage.run_folder import Restored, RunFolder
+from flaxformer_min.system.compilation import check_jit
 from flaxformer_min.system.signals import StopCheck
 from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
@@ -69,6 +70,7 @@ class Translator:
 
         `max_positions` limits sentences to the positions that the models have learned; 0: no limit.
         """
+        check_jit()
         check_parts(models, params, tokenizers)
         self.models = [with_explicit_attention(model) for model in models]
         self.source_tokenizer, self.target_tokenizer = tokenizers
@@ -209,10 +211,13 @@ class Translator:
         encoded = self.source_tokenizer.encode_batch(list(lines))
         sources = self._truncate(encoded, "line", first_line)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
-        nonempty = [number for number, line in enumerate(lines) if line.strip()]
+        has_text = [
+            bool(line.strip()) and len(ids) > 1 for line, ids in zip(lines, sources, strict=True)
+        ]
+        nonempty = [number for number, has in enumerate(has_text) if has]
         wanted = [""] * len(lines) if prefixes is None else list(prefixes)
         for number, prefix in enumerate(wanted):
-            if prefix and not lines[number].strip():
+            if prefix and not has_text[number]:
                 wanted[number] = ""
                 LOGGER.warning(
                     "line %d is empty, and so is its translation; its prefix is not used.",
@@ -278,7 +283,7 @@ class Translator:
             )
         source_ids = self._truncate(self.source_tokenizer.encode_batch([source]), "line", 1)[0]
         if target is None:
-            target = self._best_text(source_ids) if source.strip() else ""
+            target = self._best_text(source_ids) if source.strip() and len(source_ids) > 1 else ""
         encoded = self.target_tokenizer.encode_batch([target])
         target_ids = self._truncate(encoded, "target line", 1)[0]
         both = [

@@ -141,6 +141,7 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
             lines(),
             vocab_size,
             path,
+            normalization=data.normalization,
             cache=cache_folder(data.cache_dir),
             fingerprint=f"{pairs.fingerprint()} {stride} {sides}",
         )
@@ -159,6 +160,16 @@ def _check_tokenizers(config: Config, former: RunFolder) -> None:
             f"data.tokenizers must be {kind!r}, as those of {former.path}, which training.init_from"
             f" names; got {config.data.tokenizers!r}. Begin with the config.json of that run."
         )
+    if config.data.subword_sampling:
+        try:
+            for tokenizer in former.tokenizers():
+                tokenizer.encode_segmentations("a b", 2)
+        except RuntimeError as error:  # of SentencePiece, for all kinds of models but one
+            raise ValueError(
+                "data.subword_sampling needs tokenizers that know the probability of each piece, "
+                f"SentencePiece's unigram models; those of {former.path} are of another kind, such "
+                "as BPE. Leave it at 0."
+            ) from error
 
 
 def encode(config: Config, split: str, pairs: Pairs, tokenizers: Tokenizers) -> EncodedPairs:

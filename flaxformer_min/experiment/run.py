@@ -38,7 +38,7 @@ from flaxformer_min.experiment.validation import (
 )
 from flaxformer_min.storage.metadata import check_identity
 from flaxformer_min.storage.run_folder import RunFolder, Tokenizers, fit_vocabulary
-from flaxformer_min.system.compilation import CompileClock
+from flaxformer_min.system.compilation import CompileClock, check_jit
 from flaxformer_min.system.distributed import (
     any_process,
     count,
@@ -86,7 +86,7 @@ class TrainResult:
     @functools.cached_property
     def translator(self) -> Translator:
         """The best model so far, as `Translator.load` restores it."""
-        return Translator.load(self.run.path, model=self.model)
+        return Translator.load(self.run.absolute, model=self.model)
 
 
 def train(
@@ -134,6 +134,7 @@ def train(
     >>> train(config, "runs/mine").translator.translate(["Hi"])  # doctest: +SKIP
     """
     _check_arguments(config, workdir, stop, profile)
+    check_jit()
     parts = Parts(model, optimizer, token_loss, batches, on_step, on_validation)
     run, interrupt = RunFolder(workdir), Interrupt(stop)
     with with_oom_hint(MEMORY_ADVICE), contextlib.ExitStack() as held:
@@ -187,7 +188,7 @@ def _check_arguments(config: Any, workdir: Any, stop: Any, profile: Any) -> None
 def usable_example(pairs: Iterable[tuple[str, str]]) -> str:
     """Return the first source that a shell can take between apostrophes as one line."""
     sources = (source for source, _ in pairs)
-    usable = (each for each in sources if each.strip() and not {"'", "\n"} & {*each})
+    usable = (each for each in sources if each.strip() and "'" not in each and each.isprintable())
     return next(usable, "")
 
 

@@ -34,6 +34,7 @@ from flaxformer_min.storage.metadata import (
     steps_of,
     types_of,
 )
+from flaxformer_min.storage.orbax_reads import wait_for_reads
 from flaxformer_min.system.devices import on_all_processes
 from flaxformer_min.system.distributed import (
     count,
@@ -41,7 +42,7 @@ from flaxformer_min.system.distributed import (
     is_main_process,
     main_process_first,
 )
-from flaxformer_min.system.files import FULL, write_atomically
+from flaxformer_min.system.files import FULL, read_file, write_atomically
 from flaxformer_min.system.memory import is_out_of_memory
 
 PyTree = Any
@@ -51,7 +52,7 @@ LOGGER = logging.getLogger("flaxformer_min")
 NOT_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 """Errors of reading that say nothing about the file."""
 
-EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric")
+EXPECTED_WARNINGS = ("read_only", "read only", "tracked_metric", "overriding jax.Array")
 """Words of Orbax's warnings about options that are set on purpose."""
 
 
@@ -147,6 +148,7 @@ class Checkpoints:
         from orbax.checkpoint import checkpoint_managers as managers
 
         check_path(folder)
+        wait_for_reads()
         self.folder = folder
         described = {step: read_metadata(folder, step) for step in steps_of(folder)}
         self._costs = {step: cost_of(meta) for step, meta in described.items() if meta}
@@ -294,21 +296,28 @@ def raise_unless_damage(error: Exception, folder: Path, step: int) -> None:
         ) from error
 
 
-def check_path(folder: Path) -> None:
-    """Raise ValueError for a folder in which Orbax would write checkpoints that nobody can read.
+def check_path(folder: Path, writes: bool = True) -> None:
+    """Raise ValueError for a folder whose checkpoints would be looked for elsewhere.
 
-    It looks for what it has just written by a pattern made of the path, finds nothing where the
-    path is a pattern itself, and only warns.
+    TensorStore reads backslashes as slashes, and Orbax `gs:/` as a bucket, wherever it is. When
+    Orbax `writes`, it also takes the path for a pattern, which does not match itself.
 
     >>> check_path(Path("runs/lr[0.1]"))
     Traceback (most recent call last):
     ValueError: the path of a run must not have *, ? or [ in it, ...
     """
     path = str(folder.absolute())
-    if glob.escape(path) != path:
+    rule = None
+    if re.search(r"\\|(gs|s3):/", path + "/"):
+        rule = r"not have \, gs:/ or s3:/ in it"
+    elif path.encode(errors="replace").decode() != path:
+        rule, path = "be UTF-8", ascii(path)
+    elif writes and glob.escape(path) != path:
+        rule = "not have *, ? or [ in it"
+    if rule:
         raise ValueError(
-            "the path of a run must not have *, ? or [ in it, because no checkpoint could be "
-            f"written there; got {path}. Choose another folder, or rename it."
+            f"the path of a run must {rule}, because no checkpoint could be written or read there; "
+            f"got {path}. Choose another folder, or rename it."
         )
 
 
@@ -318,6 +327,10 @@ def restore_verified(
     """Return state and meta of one checkpoint, or raise if a checksum does not match."""
     import orbax.checkpoint as ocp
 
+    for path in (Path(manager.directory) / str(step)).rglob("*"):
+        if not (path.is_file() or path.is_dir()):  # which would be read forever
+            raise ValueError(f"{path} is a pipe or a device")
+    read_file(metadata_file(Path(manager.directory), step))  # raises if it is too large
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     item = ocp.args.PyTreeRestore(
         abstract,

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flaxformer_min.system.files import read_file
+
 PyTree = Any
 
 MODELS = ("average", "params")
@@ -64,7 +66,7 @@ def steps_of(folder: Path) -> list[int]:
 def read_metadata(folder: Path, step: int) -> dict | None:
     """Return the JSON item of a checkpoint, or None if its checksum does not match."""
     try:
-        meta = json.loads(metadata_file(folder, step).read_text())
+        meta = json.loads(read_file(metadata_file(folder, step)))
         return meta if meta.pop("checksum") == meta_checksum(meta) else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None

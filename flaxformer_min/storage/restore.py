@@ -14,6 +14,7 @@ from flaxformer_min.storage.checkpoint import (
     steps_due,
 )
 from flaxformer_min.storage.metadata import MODELS, cost_of, read_metadata, steps_of
+from flaxformer_min.storage.orbax_reads import wait_for_reads
 from flaxformer_min.system.distributed import index
 
 PyTree = Any
@@ -39,6 +40,7 @@ def restore_params(folder: Path, step: int | None = None) -> tuple[int, PyTree]:
             f"{folder.parent} has no checkpoint of step {step}; it has "
             f"{', '.join(map(str, steps))}."
         )
+    wait_for_reads()
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     alone = ocp.options.MultiprocessingOptions(primary_host=index(), active_processes={index()})
     options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)

@@ -32,7 +32,7 @@ from flaxformer_min.storage.checkpoint import Checkpoints, check_path
 from flaxformer_min.storage.metadata import check_identity, read_metadata, steps_of
 from flaxformer_min.storage.restore import restore_params
 from flaxformer_min.system.devices import replicate
-from flaxformer_min.system.files import remove_partial, write_atomically
+from flaxformer_min.system.files import read_file, remove_partial, write_atomically
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -63,8 +63,10 @@ class RunFolder:
     """A run, given by its path. Files are read and written by its methods only."""
 
     def __init__(self, path: str | Path):
-        """Take the path, which need not exist."""
+        """Take the path, which need not exist. Raises ValueError as `check_path`."""
         self.path = Path(path)
+        self.absolute = self.path.absolute()  # wherever the process goes later
+        check_path(self.path, writes=False)
         self.checkpoints = self.path / "checkpoints"
         self.averaged = self.path / "averaged"
         self.metrics = self.path / "metrics.jsonl"
@@ -90,7 +92,7 @@ class RunFolder:
                 "one."
             )
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_file(file).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{file} cannot be read: {error}. Make it readable, or restore it from a backup."
@@ -327,6 +329,13 @@ class RunFolder:
                 f"the files of a run folder must not be links; {self.path / links[0]} is a link to "
                 f"{os.readlink(self.path / links[0])}. Replace it by its target, or choose another "
                 "--workdir."
+            )
+        own = [self.path / name for name in names if name in OWN_NAMES]
+        odd = [path for path in own if not (path.is_file() or path.is_dir())]
+        if odd:
+            raise ValueError(
+                f"the files of a run folder must be regular ones; {odd[0]} is a pipe or a device. "
+                "Remove it, or choose another --workdir."
             )
         if self.exists:
             self.config()

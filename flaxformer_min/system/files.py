@@ -3,8 +3,11 @@
 import contextlib
 import errno
 import glob
+import grp
 import os
+import pwd
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,14 +20,11 @@ PARTIAL = ".partial"
 MOST_NAME_BYTES = 200
 """Most bytes of a file's own name in the names of its unfinished versions."""
 
+MOST_BYTES = 1 << 28
+"""Largest settings, tokenizer, log or description of a run."""
+
 ABANDONED = 24 * 3600
 """Seconds after the last change after which a partial folder counts as abandoned."""
-
-GZIP = b"\x1f\x8b"
-"""How a gzip file begins; no text in UTF-8 does."""
-
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""The byte order marks of UTF-16; no text in UTF-8 has such bytes."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of writing that do not tell which file it was."""
@@ -118,6 +118,23 @@ def naming(path: Path | str) -> Iterator[None]:
         raise
 
 
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file of a run.
+
+    Raises OSError for a pipe or device, which could be read forever, and for a file of more than
+    `MOST_BYTES`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or a pipe would wait
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+            rule = f"it must be a regular file of at most {MOST_BYTES >> 20} MB"
+            raise OSError(errno.EINVAL, rule, str(path))
+        return file.read(MOST_BYTES + 1)
+
+
 def _scratch_folder(path: Path, cached: bool) -> Path:
     """Create the folder that becomes `path`, beside it."""
     try:
@@ -178,38 +195,57 @@ def _umask() -> int:
     return mask
 
 
-def cache_folder(cache_dir: str = "") -> Path:
+def cache_folder(cache_dir: str | Path = "") -> Path:
     """Return the folder for cached data: `cache_dir`, or one in the user's cache folder.
+
+    Raises ValueError if there is none, or others can write it (see `check_private`).
 
     >>> cache_folder("/data/cache").as_posix()
     '/data/cache'
     """
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxformer_min"
-
-
-def check_is_text(beginning: bytes, name: str, decompress: str) -> None:
-    """Raise ValueError if the first bytes of a file are those of gzip or UTF-16, not of UTF-8.
-
-    Its bytes would otherwise be read as lines, of which only some are invalid.
-
-    decompress: the sentence of the error that explains how to read a gzip file.
-    """
-    if beginning.startswith(GZIP):
-        raise ValueError(f"text must not be compressed; {name} is compressed (gzip). {decompress}")
-    if beginning.startswith(UTF_16):
+    try:
+        if cache_dir:
+            folder = Path(cache_dir).expanduser()
+        else:
+            given = os.environ.get("XDG_CACHE_HOME", "")  # a relative one must be ignored
+            caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+            folder = caches / "flaxformer_min"
+    except RuntimeError as error:  # neither HOME nor an entry of passwd
         raise ValueError(
-            f"text must be UTF-8; {name} is UTF-16. Convert it: iconv -f utf-16 -t utf-8."
-        )
+            "a cache needs a folder, and this user has no home. Set XDG_CACHE_HOME, or "
+            "data.cache_dir where a command has it."
+        ) from error
+    check_private(folder)
+    return folder
 
 
-def decode_line(line: bytes, first: bool, errors: str = "strict") -> str:
-    r"""Return a line of UTF-8 text without a carriage return, and without a BOM on the `first`.
+def check_private(folder: Path) -> None:
+    """Raise ValueError if another user could put files into a folder, or replace it, as ssh does.
 
-    >>> decode_line(b"\xef\xbb\xbfone\r", first=True)
-    'one'
+    A folder that does not exist yet is created in the nearest one that does. A folder with the
+    sticky bit, such as /tmp, may be above.
     """
-    if first:
-        line = line.removeprefix(b"\xef\xbb\xbf")
-    return line.removesuffix(b"\r").decode(errors=errors)
+    path = folder.absolute()
+    for each in (path, *path.parents, *path.resolve().parents):
+        try:
+            status = each.stat()
+        except OSError:
+            continue
+        writable = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        )
+        is_sticky = status.st_mode & stat.S_ISVTX and each != path
+        if status.st_uid not in (os.getuid(), 0) or (writable and not is_sticky):
+            raise ValueError(
+                f"a cache must be in folders that only this user can write; others can write {each}"
+                ". Choose another with --data.cache-dir or XDG_CACHE_HOME, or chmod go-w."
+            )
+
+
+def _is_own_group(group: int) -> bool:
+    """Return whether a group is this user's own, without other members, as many systems have it."""
+    try:
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.getuid())
+    except KeyError:
+        return False
+    return group == user.pw_gid and entry.gr_name == user.pw_name and not entry.gr_mem

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 
@@ -51,3 +52,12 @@ def drop_unwritable() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def visible(text: str) -> str:
+    r"""Return the text with escapes in place of the control characters that move a cursor or more.
+
+    >>> visible("one\r two\x1b[2J\n")
+    'one\\r two\\x1b[2J\n'
+    """
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxformer_min.system.files import write_atomically
+from flaxformer_min.system.files import read_file, write_atomically
 
 
 class Window:
@@ -126,7 +126,7 @@ def finite_or_none(value: float | None) -> float | None:
 
 def read_metrics(jsonl: Path) -> list[dict]:
     """Return the records of a run, oldest first. Invalid lines are skipped."""
-    text = jsonl.read_text(encoding="utf-8", errors="replace") if jsonl.exists() else ""
+    text = read_file(jsonl).decode(errors="replace") if jsonl.exists() else ""
     records = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):

@@ -3,12 +3,12 @@
 | corpus                       | content                                                        |
 |------------------------------|----------------------------------------------------------------|
 | `cldr:en-ko`                 | embedded phrases in any two CLDR locales, made on first use    |
-| `text:DIR`                   | `DIR/train.en`, `DIR/train.de`, ..., or `DIR/train.tsv`; `.gz` |
+| `text:DIR`                   | `DIR/train.en`, `DIR/train.de`, ..., or `DIR/train.tsv`        |
 | `tfds:wmt14_translate/de-en` | any translation dataset of tensorflow_datasets                 |
 
-Pairs are read on access, so a corpus may be larger than memory (except for gzip files), and a
-pickled `Pairs` has the names of files, not their content. Pairs with an empty side are included
-(see `is_empty`); the caller has to skip them.
+Pairs are read on access, so a corpus may be larger than memory (except for compressed files),
+and a pickled `Pairs` has the names of files, not their content. Pairs with an empty side are
+included (see `is_empty`); the caller has to skip them.
 """
 
 from pathlib import Path

@@ -27,6 +27,7 @@ import io
 import logging
 import random
 import re
+import shutil
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
@@ -223,7 +224,7 @@ def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
     """
     config = CldrConfig(source, target)
     with _quiet_tfds():
-        builder = CldrPhrases(config=config, data_dir=cache, file_format="array_record")
+        builder = _open(config, cache)
     if builder.is_prepared():
         return builder
     LOGGER.info("Rendering the phrases of %s into %s, once.", config.name, builder.data_dir)
@@ -232,10 +233,22 @@ def prepare(source: str, target: str, cache: Path) -> tfds.core.DatasetBuilder:
             builder.download_and_prepare()
         except Exception:
             # Another process may have finished an equal dataset in the meantime.
-            builder = CldrPhrases(config=config, data_dir=cache, file_format="array_record")
+            builder = _open(config, cache)
             if not builder.is_prepared():
                 raise
         return builder
+
+
+def _open(config: CldrConfig, cache: Path) -> tfds.core.DatasetBuilder:
+    """Return the dataset, without what is prepared of it if its description is damaged."""
+    try:
+        builder = CldrPhrases(config=config, data_dir=cache, file_format="array_record")
+        if builder.info.splits or not Path(builder.data_dir).exists():
+            return builder
+    except Exception:  # of protobuf
+        pass
+    shutil.rmtree(cache / CldrPhrases.name / config.name, ignore_errors=True)
+    return CldrPhrases(config=config, data_dir=cache, file_format="array_record")
 
 
 @contextlib.contextmanager
@@ -276,4 +289,11 @@ class CldrCorpus:
     def pairs(self, split: str) -> Pairs:
         """Return the sentence pairs of a split."""
         name = find_split(split, self.splits(), f"cldr:{'-'.join(self.languages)}")
-        return RecordPairs(prepare(*self.languages, self.cache), name, self.languages)
+        builder = prepare(*self.languages, self.cache)
+        try:
+            pairs = RecordPairs(builder, name, self.languages)
+            pairs[0]  # because files are opened on use
+            return pairs
+        except ValueError:  # damaged, and only a cache
+            shutil.rmtree(builder.data_dir, ignore_errors=True)
+            return RecordPairs(prepare(*self.languages, self.cache), name, self.languages)

@@ -1,32 +1,26 @@
 """Text corpora: a folder of line-aligned or tab-separated files."""
 
 import functools
-import gzip
 import hashlib
-import io
 import mmap
 import os
-import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, list_names
 from flaxformer_min.languages import join_languages, parse_languages
-from flaxformer_min.system.files import check_is_text, decode_line
-
-MOST_EXPANSION = 100
-"""Text shrinks to a third or a tenth; a file that becomes this many times larger is a bomb."""
-
-SMALL = 1 << 24
-"""Bytes that may always be decompressed."""
-
-DECOMPRESS = "Decompress it, or add .gz to its name."
+from flaxformer_min.system.text_files import (
+    COMPRESSIONS,
+    SAMPLE,
+    check_is_text,
+    decode_line,
+    decompress,
+)
 
 
 class TextCorpus:
-    """A folder of line-aligned files: SPLIT.LANGUAGE, or SPLIT.tsv; each may end in .gz."""
+    """A folder of line-aligned files: SPLIT.LANGUAGE, or SPLIT.tsv; each may be compressed."""
 
     def __init__(self, folder: Path, languages: str):
         """List the files of the folder; `languages` may be empty."""
@@ -35,7 +29,7 @@ class TextCorpus:
         self.folder = folder
         self.files: dict[str, dict[str, list[Path]]] = {}
         for path in sorted(folder.iterdir()):
-            split, dot, ending = path.name.removesuffix(".gz").rpartition(".")
+            split, dot, ending = _decompressed_name(path).rpartition(".")
             if split and path.is_file():
                 self.files.setdefault(split, {}).setdefault(ending, []).append(path)
 
@@ -91,23 +85,26 @@ class TextCorpus:
         source, target = self.wanted or ("en", "de")
         return (
             f"A text corpus needs files like train.{source} and train.{target}, or train.tsv (also "
-            f".gz); {self.folder} holds {files or 'nothing'}."
+            f".gz, .xz, .bz2 and .zst); {self.folder} holds {files or 'nothing'}."
         )
 
     def _only(self, split: str, ending: str) -> Path:
         paths = self.files[split][ending]
         if len(paths) > 1:
-            raise ValueError(
-                f"{self.folder} holds {split}.{ending} twice, plain and as .gz. Move one away."
-            )
+            names = list_names(path.name for path in paths)
+            raise ValueError(f"{self.folder} holds {split}.{ending} twice: {names}. Move one away.")
         return paths[0]
+
+
+def _decompressed_name(path: Path) -> str:
+    return path.stem if path.suffix in COMPRESSIONS else path.name
 
 
 class _Lines:
     r"""The lines of a file, with random access.
 
-    Only \n ends a line; a \r before it and a BOM are dropped. A plain file is memory-mapped, a gzip
-    file is decompressed into memory.
+    Only \n ends a line; a \r before it and a BOM are dropped. A plain file is memory-mapped, a
+    compressed one is decompressed into memory.
     """
 
     def __init__(self, path: Path):
@@ -118,18 +115,14 @@ class _Lines:
         with self.path.open("rb") as file:
             # Of the open file: the path may name a file that has replaced this one.
             status = os.fstat(file.fileno())
-            if self.path.suffix == ".gz":
-                try:
-                    self.content = _decompress(
-                        file, self.path, max(MOST_EXPANSION * status.st_size, SMALL)
-                    )
-                except (OSError, EOFError, zlib.error) as error:
-                    raise ValueError(f"{self.path} must be a gzip file; {error}.") from error
+            content = decompress(file, self.path, status.st_size)
+            if content is not None:
+                self.content = content
             elif status.st_size:
                 self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             else:  # an empty file cannot be mapped
                 self.content = b""
-        check_is_text(self.content[:4], str(self.path), DECOMPRESS)
+        check_is_text(self.content[:SAMPLE], str(self.path), corpus=True)
         size, portion = len(self.content), 1 << 24  # portions bound the memory of the comparison
         ends = [
             start + np.flatnonzero(np.frombuffer(self.content[start : start + portion], "u1") == 10)
@@ -164,18 +157,6 @@ class _Lines:
         self.__init__(state["path"])
 
 
-def _decompress(file: BinaryIO, path: Path, limit: int) -> bytes:
-    with gzip.open(file) as opened, io.BytesIO() as content:
-        while part := opened.read(SMALL):  # to read up to the limit would allocate it at once
-            content.write(part)
-            if content.tell() > limit:
-                raise ValueError(
-                    f"{path} must be compressed text; it becomes more than {MOST_EXPANSION} times "
-                    "as large. If it is, decompress it yourself."
-                )
-        return content.getvalue()
-
-
 class _PairOfFiles(Pairs):
     """Pairs of line i of one file and line i of the other."""
 
@@ -208,11 +189,14 @@ class _TableOfPairs(Pairs):
     def __init__(self, path: Path, languages: tuple[str, str]):
         self.languages = languages
         self.lines = _Lines(path)
-        if not len(self.lines):
+        self.count = len(self.lines)
+        while self.count and not self.lines.read(self.count - 1).strip(" "):
+            self.count -= 1  # blank lines at the end are none
+        if not self.count:
             raise ValueError(f"A split must hold at least one pair; {path} is empty.")
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return self.count
 
     def identity(self) -> list:
         return [list(self.languages), self.lines.digest]

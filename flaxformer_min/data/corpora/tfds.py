@@ -45,10 +45,15 @@ class RecordPairs(Pairs):
 
         self.languages = languages
         info = builder.info
+        self._where = f"{info.full_name} in {builder.data_dir}"
         self._identity = [info.full_name, split, info.splits[split].num_examples, list(languages)]
-        source = builder.as_data_source(
-            split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
-        )
+        try:
+            source = builder.as_data_source(
+                split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
+            )
+            len(source.data_source)
+        except Exception as error:  # array_record raises whatever its readers raise
+            raise self._damaged(error) from error
         self.records = source.data_source  # without the builder, which is slow to pickle
 
     def __len__(self) -> int:
@@ -59,7 +64,19 @@ class RecordPairs(Pairs):
         """Return name, version, split and languages."""
         return self._identity
 
+    def _damaged(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"a prepared dataset must be intact; {self._where}: {_first_line(error)}. Remove that "
+            "folder, and prepare it again."
+        )
+
     def _read(self, indices: range) -> list[Pair]:
+        try:
+            return self._parsed(indices)
+        except Exception as error:  # of array_record, of protobuf, or of text that is not UTF-8
+            raise self._damaged(error) from error
+
+    def _parsed(self, indices: range) -> list[Pair]:
         from tensorflow_datasets.proto.tf_example_generated_pb2 import Example
 
         if len(indices) == 1:
@@ -108,7 +125,7 @@ def _tfds_builder(name: str, cache_dir: str) -> Any:
             "tfds:NAME must be a dataset of tensorflow_datasets, or one prepared in "
             f"data.cache_dir; there is no {name!r}."
         ) from error
-    except (ValueError, AssertionError, TypeError) as error:
+    except Exception as error:  # also of protobuf, for a damaged description
         if "file format" in str(error).lower():
             raise ValueError(
                 f"tfds:{name} must be prepared as array_record, the format that tfds reads without "
@@ -116,7 +133,7 @@ def _tfds_builder(name: str, cache_dir: str) -> Any:
                 "another data.cache_dir, and prepare it there with data.download."
             ) from error
         # Usually an unknown config or version.
-        raise ValueError(f"tfds:{name} cannot be opened; {_first_line(error)}") from error
+        raise ValueError(f"tfds:{name} cannot be opened; {_first_line(error)}.") from error
 
 
 def _check_name(name: str) -> None:
@@ -200,10 +217,10 @@ def _download(builder: Any, name: str) -> None:
         # Network, checksums, disks, the dataset's own code: tfds may raise anything.
         raise ValueError(
             f"tfds:{name} could not be downloaded and prepared in {builder.data_dir}; "
-            f"{type(error).__name__}: {_first_line(error)} Check the network and the disk, and try "
-            "again; completed downloads are kept."
+            f"{type(error).__name__}: {_first_line(error)}. Check the network and the disk, and "
+            "try again; completed downloads are kept."
         ) from error
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "no reason given").splitlines()[0]
+    return (str(error).strip() or "no reason given").splitlines()[0].removesuffix(".")
