@@ -55,7 +55,7 @@ VARIANTS = [
     {"positional_encoding": "learned", "max_positions": 64},
     {"positional_encoding": "none", "activation": "swish", "output_bias": True},
     {"activation": "gelu", "norm_epsilon": 0.01, "norm": "pre"},
-    {"norm_epsilon": 0.01, "num_layers": 2},
+    {"norm_epsilon": 0.01, "num_layers": 2, "num_decoder_layers": 1},
 ]
 
 

@@ -32,7 +32,7 @@ from flaxformer_min.tokens import BOS, Tokens
 PAIRS = [(source, target) for source, target in zip(LINES[:12], LINES[12:24], strict=True)]
 VARIANTS = [
     {"positional_encoding": "halves"},
-    {"positional_encoding": "interleaved", "num_layers": 2},
+    {"positional_encoding": "interleaved", "num_layers": 2, "num_decoder_layers": 1},
     {"embeddings": "target_tied", "activation": "swish"},
     {"embeddings": "separate", "activation": "gelu", "num_heads": 4},
     {"output_bias": True, "positional_encoding": "halves"},
@@ -101,7 +101,8 @@ CONFIG = [
     ({"frobnicate": 1}, "the setting 'frobnicate' is not understood"),
     ({"scale_embedding": False}, "scale_embedding must be True"),
     ({"activation_function": "tanh"}, "activation_function must be one of relu"),
-    ({"decoder_layers": 2}, "encoder_layers and decoder_layers must be equal; got 1 and 2"),
+    ({"decoder_ffn_dim": 2}, "encoder_ffn_dim and decoder_ffn_dim must be equal; got .* and 2"),
+    ({"decoder_layers": 2}, "model.decoder.layers.1"),
     ({"d_model": 32}, "must have the shape .* that the settings give it"),
     ({"d_model": "32"}, "d_model must be a whole number; got '32'"),
     ({"encoder_attention_heads": 3, "decoder_attention_heads": 3}, "multiple of model.num_heads"),
@@ -1098,7 +1099,7 @@ def test_marians_settings_that_are_not_understood_are_named(of_marian, tmp_path)
 
     refused("autoreg must be 'self-attention'; got 'rnn'", **settings("self-attention", "rnn"))
     refused("'n', 'da' and 'n' .*; got .*preprocess='n'", **settings('ss: ""', "ss: n"))
-    refused("enc-depth and dec-depth must be equal", **settings("dec-depth: 2", "dec-depth: 1"))
+    refused("decoder_l2", **settings("dec-depth: 2", "dec-depth: 1"))
     refused("dim-emb must be a whole number", **settings("dim-emb: 32", "dim-emb: x"))
     refused("activation must be relu or swish; got 'gelu'", **settings("swish", "gelu"))
     refused("must be YAML; .* line 2", **settings("dec-cell: gru", "  dec-cell"))

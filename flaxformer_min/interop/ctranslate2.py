@@ -47,7 +47,7 @@ def _specification(model: RunModel) -> Any:
     config = model.config
     activations = {"relu": Activation.RELU, "swish": Activation.SWISH, "gelu": Activation.GELU}
     spec = transformer_spec.TransformerSpec.from_config(
-        (config.num_layers, config.num_layers),
+        (config.num_layers, config.decoder_depth),
         config.num_heads,
         pre_norm=config.norm == "pre",
         activation=activations[config.activation],
@@ -69,7 +69,7 @@ def _specification(model: RunModel) -> Any:
 
 
 def _set_stack(spec: Any, params: ParamsTree, model: RunModel) -> None:
-    for layer, own in zip(spec.layer, layers(params, model.config), strict=True):
+    for layer, own in zip(spec.layer, layers(params), strict=True):
         _set_self_attention(layer.self_attention, own["self_attention"])
         _set_norm(layer.self_attention.layer_norm, own["self_attention_norm"]["norm"])
         if "cross_attention" in own:

@@ -92,7 +92,7 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
 
 def _config(model: RunModel, source_vocabulary: dict[str, int]) -> dict[str, Any]:
     config = model.config
-    both = {"layers": config.num_layers, "ffn_dim": config.d_ff}
+    both = {"ffn_dim": config.d_ff}
     both |= {"attention_heads": config.num_heads, "layerdrop": 0.0}
     sides = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in both.items()}
     return {
@@ -101,6 +101,8 @@ def _config(model: RunModel, source_vocabulary: dict[str, int]) -> dict[str, Any
         "is_encoder_decoder": True,
         "d_model": config.d_model,
         **sides,
+        "encoder_layers": config.num_layers,
+        "decoder_layers": config.decoder_depth,
         "activation_function": config.activation,
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,

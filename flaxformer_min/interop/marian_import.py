@@ -161,9 +161,10 @@ def convert_weights(config: ModelConfig, marian: MarianModel) -> ParamsTree:
 
     Each of `marian.weights` is removed once it is converted, or both would be in memory.
     """
-    if config.num_layers > len(marian.weights):  # before a model of so many layers is laid out
+    deepest = max(config.num_layers, config.decoder_depth)
+    if deepest > len(marian.weights):  # before the model is laid out
         raise ValueError(
-            f"{marian.path} must have the {config.num_layers:,} layers that the settings give it; "
+            f"{marian.path} must have the {deepest:,} layers that the settings give it; "
             f"it has {len(marian.weights):,} tensors."
         )
     source, target = marian.vocabularies

@@ -15,7 +15,7 @@ from flaxformer_min.interop.files import check_regular
 from flaxformer_min.interop.marian_folder import number
 from flaxformer_min.interop.marian_settings import Settings
 from flaxformer_min.interop.marian_tensors import FINAL_BIAS, PROJECTIONS
-from flaxformer_min.interop.run_model import nearest_alpha
+from flaxformer_min.interop.run_model import decoder_depth, depth, nearest_alpha
 from flaxformer_min.interop.yaml import read_mapping
 
 EPSILON = 1e-6
@@ -146,17 +146,13 @@ def _model_config(
             f"{path}: transformer-ffn-activation must be relu or swish; got {activation!r}."
         )
     depths = [number(content, name, path) for name in ("enc-depth", "dec-depth")]
-    if depths[0] != depths[1]:
-        raise ValueError(
-            f"{path}: enc-depth and dec-depth must be equal; got {depths[0]} and {depths[1]}. "
-            "Models with a smaller decoder cannot be imported yet."
-        )
     tied = not any(name.startswith("decoder_ff_logit_out_W") for name in arrays)
     shared = tied and "Wemb" in arrays
     return ModelConfig(
         vocab_size=sizes[1],
         source_vocab_size=None if shared else sizes[0],
         num_layers=depths[0],
+        num_decoder_layers=decoder_depth(*depths),
         d_model=number(content, "dim-emb", path),
         d_ff=number(content, "transformer-dim-ffn", path),
         num_heads=number(content, "transformer-heads", path),
@@ -196,9 +192,10 @@ def hugging_face_names(arrays: dict[str, np.ndarray], config: ModelConfig) -> di
     Matrices are [in out] in Marian, biases and norms [1 n]. Names that are not understood stay.
     """
     rest = {name: values for name, values in arrays.items() if name != SETTINGS}
-    if config.num_layers > len(rest):  # before so many names are listed
+    deepest = max(config.num_layers, config.decoder_depth)
+    if deepest > len(rest):  # before all names are listed
         raise ValueError(
-            f"an .npz must have the {config.num_layers:,} layers of its settings; it has "
+            f"an .npz must have the {deepest:,} layers of its settings; it has "
             f"{len(rest):,} arrays."
         )
     weights: dict[str, np.ndarray] = {}
@@ -228,7 +225,7 @@ def hugging_face_names(arrays: dict[str, np.ndarray], config: ModelConfig) -> di
 def _names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the names in Hugging Face and in Marian of everything within the stacks of layers."""
     for side in SIDES:
-        for layer_number in range(config.num_layers):
+        for layer_number in range(depth(config, side)):
             layer, own = f"model.{side}.layers.{layer_number}", f"{side}_l{layer_number + 1}"
             boxes = [("self_attn", "self"), ("encoder_attn", "context")]
             for box, name in boxes if side == "decoder" else boxes[:1]:

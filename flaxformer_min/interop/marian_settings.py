@@ -10,6 +10,7 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.interop.files import read_json
 from flaxformer_min.interop.marian import EPSILON
 from flaxformer_min.interop.marian_search import NAMES, SPECIAL_IDS, read_search
+from flaxformer_min.interop.run_model import decoder_depth
 
 ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish", "gelu": "gelu"}
 
@@ -197,12 +198,12 @@ def _check_model(config: dict[str, Any], path: Path) -> None:
             raise ValueError(
                 f"{path}: {name} must be a whole number; got {config.get(name)!r:.80}."
             )
-    for name in ("layers", "ffn_dim", "attention_heads"):
+    for name in ("ffn_dim", "attention_heads"):
         encoder, decoder = config[f"encoder_{name}"], config[f"decoder_{name}"]
         if encoder != decoder:
             raise ValueError(
                 f"{path}: encoder_{name} and decoder_{name} must be equal; got {encoder} and "
-                f"{decoder}. Models with a smaller decoder cannot be imported yet."
+                f"{decoder}. A decoder may have fewer layers, but no narrower ones."
             )
 
 
@@ -292,6 +293,7 @@ def _model_config(
             vocab_size=sizes[1],
             source_vocab_size=None if shared else sizes[0],
             num_layers=config["encoder_layers"],
+            num_decoder_layers=decoder_depth(config["encoder_layers"], config["decoder_layers"]),
             d_model=config["d_model"],
             d_ff=config["encoder_ffn_dim"],
             num_heads=config["encoder_attention_heads"],

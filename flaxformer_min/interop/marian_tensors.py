@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.interop.run_model import depth
 
 FINAL_BIAS = "final_logits_bias"
 """The bias of the logits, [1 vocab], which a model without one has as zeros."""
@@ -42,7 +43,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
     if config.embeddings == "separate":
         yield Tensor("lm_head.weight", ("output_projection", "kernel"), True, (0,))
     for side in ("encoder", "decoder"):
-        for number in range(config.num_layers):
+        for number in range(depth(config, side)):
             name, path = f"model.{side}.layers.{number}", (side, f"layer_{number}")
             yield from _attention(f"{name}.self_attn", (*path, "self_attention"))
             if side == "decoder":

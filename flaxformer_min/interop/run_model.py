@@ -61,10 +61,20 @@ def read_run(run: str | Path) -> RunModel:
     return RunModel(config, folder.config().decoding, params, folder.tokenizers())
 
 
-def layers(params: ParamsTree, config: ModelConfig) -> Iterator[ParamsTree]:
+def layers(params: ParamsTree) -> Iterator[ParamsTree]:
     """Yield the parameters of each layer of an encoder or decoder, the lowest first."""
-    for number in range(config.num_layers):
+    for number in range(sum(name.startswith("layer_") for name in params)):
         yield params[f"layer_{number}"]
+
+
+def depth(config: ModelConfig, side: str) -> int:
+    """Return the number of layers of the "encoder" or "decoder"."""
+    return config.decoder_depth if side == "decoder" else config.num_layers
+
+
+def decoder_depth(encoder: int, decoder: int) -> int | None:
+    """Return `ModelConfig.num_decoder_layers` for these numbers of layers."""
+    return None if decoder == encoder else decoder
 
 
 def leaf(params: ParamsTree, path: tuple[str, ...]) -> Any:
@@ -157,8 +167,17 @@ def check_new_folder(out: str | Path) -> Path:
 
 def describe(config: ModelConfig) -> str:
     """Return the model's sizes in a line for people."""
-    sizes = dataclasses.asdict(config)
-    names = ("num_layers", "d_model", "d_ff", "num_heads", "norm", "embeddings", "vocab_size")
+    sizes = {**dataclasses.asdict(config), "num_decoder_layers": config.decoder_depth}
+    names = (
+        "num_layers",
+        "num_decoder_layers",
+        "d_model",
+        "d_ff",
+        "num_heads",
+        "norm",
+        "embeddings",
+        "vocab_size",
+    )
     return ", ".join(f"{name} {sizes[name]}" for name in names)
 
 
