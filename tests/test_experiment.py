@@ -35,12 +35,10 @@ from flaxformer_min import (
 from flaxformer_min.data.batches import shard_batch
 from flaxformer_min.data.corpora.pairs import as_pairs
 from flaxformer_min.decoding.models import name_of_model
-from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.prepare import open_text, prepare
 from flaxformer_min.experiment.run import TrainResult, usable_example
 from flaxformer_min.experiment.validation import Validator
 from flaxformer_min.storage.metadata import Metric
-from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
