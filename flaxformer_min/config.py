@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_min.config_checks import check_architecture, check_training
+from flaxformer_min.config_checks import check_architecture, check_symbols, check_training
 from flaxformer_min.config_fields import check_fields, check_groups, read_groups, setting
 from flaxformer_min.languages import check_languages
 
@@ -51,6 +51,9 @@ class DataConfig:
     """SentencePiece's rule for text, in training and in use: NFKC and plain spaces, NFKC, or none.
     Tokenizers that are not trained for this run keep their own."""
 
+    symbols: tuple[str, ...] = setting(())
+    """Pieces of a text that are never split or normalized, such as `>>deu<<` or `__PH1__`."""
+
     subword_sampling: float = setting(0.0, at_least=0)
     """Above 0: draw another segmentation of each training sentence in each epoch (subword
     regularization, Kudo 2018). This is Kudo's α: a smaller one draws more diverse segmentations;
@@ -74,6 +77,7 @@ class DataConfig:
         check_fields(self, "data")
         if self.languages:
             check_languages(self.languages)
+        check_symbols(self.symbols)
 
 
 @dataclasses.dataclass(frozen=True)

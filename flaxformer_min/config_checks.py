@@ -55,3 +55,15 @@ def check_training(training: Any) -> None:
             f"only kept checkpoints can be averaged; got {training.average_checkpoints} and "
             f"{training.keep_checkpoints}."
         )
+
+
+def check_symbols(symbols: tuple[str, ...]) -> None:
+    """Raise ValueError for symbols that cannot be pieces of a vocabulary of their own."""
+    for symbol in symbols:
+        if not symbol.isprintable() or not symbol or set(symbol) & {" ", "\u2581"}:
+            raise ValueError(
+                "data.symbols must be printable and without spaces or ▁, such as >>deu<<; got "
+                f"{symbol!r}."
+            )
+    if len({*symbols}) < len(symbols):
+        raise ValueError(f"data.symbols must differ; got {', '.join(symbols)}.")

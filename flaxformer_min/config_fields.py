@@ -88,6 +88,8 @@ def check_fields(config: Any, group: str) -> None:
         if value is None or value == () or isinstance(value, (str, bool)):
             continue
         values = value if isinstance(value, tuple) else (value,)
+        if isinstance(values[0], str):
+            continue
         low, high = min(values), max(values)
         at_least, at_most, more_than, less_than = (
             field.metadata[limit] for limit in ("at_least", "at_most", "more_than", "less_than")

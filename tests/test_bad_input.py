@@ -160,6 +160,12 @@ def test_a_checkpoint_with_a_file_without_end_is_damaged(tmp_path, name, damage,
     assert "checkpoint 2 in" in caplog.text and "is a pipe or a device" in caplog.text
 
 
+@pytest.mark.parametrize("symbols", [("a b",), ("",), ("▁",), ("\n",), ("x", "x")])
+def test_symbols_that_are_no_pieces_are_refused(symbols):
+    with pytest.raises(ValueError, match="data.symbols must"):
+        DataConfig(symbols=symbols)
+
+
 @pytest.mark.parametrize("damage", [as_pipe, as_huge])
 def test_a_log_without_end_is_refused_not_read(tmp_path, damage):
     (tmp_path / "metrics.jsonl").touch()

@@ -43,6 +43,7 @@ def other(field):
     named["output_bias"] = False  # for only tied logits have it: see `BIASED`
     named["optimizer"] = "muon"  # for schedule-free Adam excludes other settings
     named["suppressed"] = (4, 7)
+    named["symbols"] = (">>deu<<",)
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
         return named[field.name]
@@ -345,7 +346,7 @@ def test_differences_name_what_a_continued_run_must_not_change():
 
 MUST_STAY = """
 data.corpus data.languages data.rows_per_batch data.source_row_length data.target_row_length
-data.tokenizer_sample data.normalization data.subword_sampling data.tokenizers
+data.tokenizer_sample data.normalization data.symbols data.subword_sampling data.tokenizers
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.max_positions model.embeddings model.architecture

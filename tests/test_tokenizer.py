@@ -102,6 +102,21 @@ def test_decomposed_letters_are_read_as_composed_ones(normalizing, tmp_path):
         assert normalizing.encode(decomposed) == normalizing.encode(text)
 
 
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+def test_symbols_are_never_split(tmp_path, rule):
+    symbols = [">>deu<<", "__PH1__", "\uff13\uff13", "⟦0⟧"]
+    path = tmp_path / "model"
+    lines = [*LINES, *(f"{symbols[1]} {line}" for line in LINES)]
+    tokenizer = train_tokenizer(lines, 400, path, normalization=rule, symbols=symbols)
+    for symbol in symbols:
+        for text in (symbol, f"{symbol} Hello", f"Hello{symbol}!", f"{symbol}{symbol}"):
+            pieces = tokenizer.pieces(tokenizer.encode(text))
+            assert pieces.count(symbol) == text.count(symbol)
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+            for ids in tokenizer.encode_segmentations(text, 5):
+                assert tokenizer.pieces(ids).count(symbol) == text.count(symbol)
+
+
 def test_nfkc_keeps_line_breaks_and_zero_width_characters(tmp_path):
     nfkc = train_tokenizer(LINES, 400, tmp_path / "model", normalization="nfkc")
     assert nfkc.decode(nfkc.encode("\uff13\u00a0a\u200cb▁\nc")) == "3 a\u200cb▁\nc"

@@ -73,6 +73,12 @@ class Tokenizer:
                 f"{where} must be able to spell any text in bytes; it has no byte pieces. Train it "
                 "with train_tokenizer, or with SentencePiece's option --byte_fallback."
             )
+        self._symbols = {
+            number
+            for number in range(processor.vocab_size())
+            if processor.get_score(number) == 0
+            and not (processor.is_control(number) or processor.is_byte(number))
+        } - {UNK}
         self._normalizes = "\u00a0" not in processor.normalize("\u00a0")
         # No piece contains a line break, so text after one is segmented as if it were alone.
         self._after_break = len(processor.encode("\n"))
@@ -124,6 +130,9 @@ class Tokenizer:
         if SPACE in text or count == 1:
             return [best]
         others = ([*ids, EOS] for ids in self._processor.nbest_encode(text, nbest_size=count))
+        # SentencePiece's n best may split symbols.
+        kept = [i for i in best if i in self._symbols]
+        others = (ids for ids in others if [i for i in ids if i in self._symbols] == kept)
         return [best, *(ids for ids in others if ids != best)][:count]
 
     def log_probs(self) -> np.ndarray:
@@ -175,6 +184,7 @@ def train_tokenizer(
     path: str | Path,
     *,
     normalization: str = "nmt_nfkc",
+    symbols: Sequence[str] = (),
     cache: Path | None = None,
     fingerprint: str = "",
 ) -> Tokenizer:
@@ -185,6 +195,7 @@ def train_tokenizer(
 
     normalization: SentencePiece's rule for all text that it reads, here and in use: `nmt_nfkc`,
                  `nfkc` or `identity`. All but `identity` also merge spaces.
+    symbols:     pieces that are never split, and read as they are written.
     cache:       folder to store the tokenizer in, under `fingerprint` and the options. The next
                  call returns the stored one without reading `lines`.
     fingerprint: identifies the lines.
@@ -202,6 +213,7 @@ def train_tokenizer(
         "vocab_size": vocab_size,
         "normalization_rule_name": normalization,
         "remove_extra_whitespaces": normalization != "identity",
+        "user_defined_symbols": list(symbols),
     }
     parts = (fingerprint, options, sentencepiece.__version__)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]

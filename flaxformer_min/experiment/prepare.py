@@ -142,6 +142,7 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
             vocab_size,
             path,
             normalization=data.normalization,
+            symbols=data.symbols,
             cache=cache_folder(data.cache_dir),
             fingerprint=f"{pairs.fingerprint()} {stride} {sides}",
         )
