@@ -153,6 +153,7 @@ def write_run(marian: MarianModel, run: Path) -> None:
         folder.tokenizers()
         checkpoints = folder.open_checkpoints(config)
         checkpoints.save(0, {"params": params}, {"identity": folder.identity()})
+        del params  # of which Orbax has a copy, while it writes
         checkpoints.close()
 
 
