@@ -993,9 +993,10 @@ def test_at_a_terminal_it_prompts_and_answers_line_by_line(paths, environment):
         ("export {run} {tmp}/out --format marian --quantization int8", "quantization is an option"),
         ("export {run} {tmp}/out --format marian --weights inside", "weights is an option of"),
         ("export {run} {run} --format marian", "must be a new or an empty folder"),
-        ("import {tmp}/no {tmp}/out", "a model is a folder; there is none at"),
+        ("import {tmp}/no {tmp}/out", "a model is a folder, or an .npz of Marian; there is none"),
         ("import {run} {run}", "must be a new or an empty folder"),
         ("import {run} {tmp}/out", "the setting 'data' is not understood"),
+        ("import {run} {tmp}/out --ignore data", "the setting 'decoding' is not understood"),
     ],
 )
 def test_a_mistake_of_export_and_import_is_one_sentence(call, tmp_path, line, message):

@@ -15,6 +15,9 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MOST_ENTRIES = 500_000
 """Of a file, on all levels together."""
 
+DEEPEST = 10
+"""Levels of a file. Some versions of the parser take long for many."""
+
 AS_TEXT = "\x7f\x85\u2028\u2029\ufeff\ufffe\uffff"
 """Characters that Marian writes like letters, but that YAML 1.1 forbids or takes for line ends."""
 
@@ -76,6 +79,8 @@ class _Tree:
         if isinstance(event, yaml.ScalarEvent):
             self._put(event.value.translate(self._restored), event)
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            if len(self._open) == DEEPEST:
+                raise self._error(event, f"a list or mapping in {DEEPEST} others")
             container: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
             self._put(container, event)
             self._open.append(container)
