@@ -15,7 +15,7 @@ UNSPACED = re.compile(
 
 
 def is_unspaced(words: int, characters: int) -> bool:
-    """Return whether text has so many `UNSPACED` characters that its words are no words."""
+    """Return whether text has too many `UNSPACED` characters for words between spaces."""
     return characters > 2 * words
 
 

@@ -66,7 +66,7 @@ def find_files(model: Path) -> MarianFiles:
 
 
 def _choose(folder: Path) -> Path:
-    """Return the model of a folder: of those that Marian saves while it trains, the newest."""
+    """Return the model of a folder: the newest of the models that Marian saves while it trains."""
     models = sorted(each for each in folder.glob("*.npz") if ".optimizer." not in each.name)
     names = {each.name for each in models}
 
@@ -93,7 +93,7 @@ def _choose(folder: Path) -> Path:
 
 
 def _description(folder: Path, model: str) -> Path | None:
-    """Return the decoder.yml of a model, or that of the folder or another model in it."""
+    """Return the decoder.yml of a model, of the folder, or of another model in it."""
     found = [folder / f"{model}.decoder.yml", folder / "decoder.yml"]
     found += sorted(folder.glob("*.decoder.yml"), key=lambda path: (len(path.name), path))
     return next((path for path in found if path.exists()), None)
@@ -133,7 +133,7 @@ def _find(folder: Path, names: list[str], description: Path) -> list[Path]:
 
 
 def search_settings(description: Path | None, ignore: Collection[str]) -> dict[str, Any]:
-    """Return how decoder.yml searches: fields of `Settings`, without those that it does not name.
+    """Return how decoder.yml searches: the fields of `Settings` that it names.
 
     Raises ValueError for a search that this package does not have, unless it is to be ignored.
     Sizes of batches and the like have no effect.

@@ -156,6 +156,6 @@ def _suppressed(search: dict[str, Any], size: int, folder: Path) -> frozenset[in
         if type(each[0]) is not int or not 0 <= each[0] < size or each[0] == eos:
             raise ValueError(
                 f"{folder}: bad_words_ids and suppress_tokens must be ids below {size:,} other "
-                f"than that of the end; got {each[0]!r:.80}."
+                f"than the end's; got {each[0]!r:.80}."
             )
     return frozenset(number for (number,) in words)

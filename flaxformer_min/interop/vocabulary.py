@@ -127,7 +127,7 @@ def pieces_by_id(content: Mapping[str, Any], path: Path, size: int) -> list[str 
             )
         if number in pieces:
             raise ValueError(
-                f"{path}: the id {number} is that of {pieces[number]!r} and of {piece!r}."
+                f"{path}: the id {number} belongs to {pieces[number]!r} and to {piece!r}."
             )
         pieces[number] = piece
     last = max(pieces, default=-1)

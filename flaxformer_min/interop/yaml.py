@@ -31,7 +31,7 @@ def read_yaml(content: bytes, path: Path) -> Any:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text; {error}.") from error
-    if text.count("\n") > 2 * MOST_ENTRIES:  # before the parser has read so many, which takes long
+    if text.count("\n") > 2 * MOST_ENTRIES:  # before the parser spends long on them
         raise ValueError(f"{path} must have at most {MOST_ENTRIES:,} entries.")
     text = INDENTED.sub(lambda key: re.sub("([\x85\u2028\u2029])  ", r"\1", key[0]), text)
     stand_ins = _stand_ins(text)

@@ -20,7 +20,7 @@ WITHOUT_SPACES = {"zh", "ja", "th", "lo", "km", "my", "bo", "yue"}
 """Languages that put no space between words, nor between sentences."""
 
 KEPT = {"code", "kbd", "pre", "samp", "script", "style", "var"}
-"""HTML elements whose text is not translated; nor is that of elements with translate="no"."""
+"""HTML elements whose text is not translated, besides elements with translate="no"."""
 
 VOID = set("area base br col embed hr img input link meta param source track wbr".split())
 """HTML elements without content or end tag."""

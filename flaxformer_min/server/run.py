@@ -68,7 +68,7 @@ class Server:
         raise RuntimeError("the server has ended by itself.")
 
     def stop(self) -> None:
-        """Accept no more requests, answer those that have come, and return."""
+        """Accept no more requests, answer the pending ones, and return."""
         self._stopping.set()
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True

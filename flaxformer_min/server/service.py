@@ -14,7 +14,7 @@ from flaxformer_min.server.pair import Pair
 from flaxformer_min.server.requests import Limits, Problem, Query, parse_query, parse_texts
 
 SENTENCES_TO_DETECT = 8
-"""The language of a text is that of its first sentences."""
+"""The language of a text is detected by its first sentences."""
 
 
 class Service:
