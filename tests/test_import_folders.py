@@ -317,7 +317,7 @@ def pieces_of_plain(tokenizer, text):
 def test_an_added_token_must_agree_with_the_vocabulary(hugging_face, tmp_path):
     ids = resize(hugging_face, ["<ph>"])
     for changes, message in (
-        ({"<ph>": 5}, "the id 5 is that of"),
+        ({"<ph>": 5}, "the id 5 belongs to"),
         ({"▁h": ids["<ph>"]}, "must give '▁h' the id of the added token"),
         ({"<ph>": "x"}, "must be text with an id; got '<ph>'"),
     ):

@@ -227,7 +227,7 @@ def test_a_vocabulary_with_repeated_or_missing_ids_is_refused(marian, tmp_path):
         with pytest.raises(ValueError, match=message):
             flaxformer_min.import_model(marian, tmp_path / "again")
 
-    refused(json.dumps({**pieces, last: 7}), "the id 7 is that of")
+    refused(json.dumps({**pieces, last: 7}), "the id 7 belongs to")
     refused(json.dumps({k: v for k, v in pieces.items() if v != 9}), "no piece has the id 9")
     half = pieces[last] // 2
     refused(json.dumps({k: v for k, v in pieces.items() if v < half}), f"has the id {half}, of")

@@ -61,7 +61,7 @@ def _check_lacking(pieces: list[str], known: set[str], path: Path) -> None:
     if 2 * lacking > len(pieces):
         raise ValueError(
             f"{path} must be the SentencePiece model of the vocabulary, which lacks {lacking:,} of "
-            f"its {len(pieces):,} pieces. Does it belong to another model, or to the other language?"
+            f"its {len(pieces):,} pieces. Is it of another model, or of the other language?"
         )
     if lacking:
         LOGGER.warning(
