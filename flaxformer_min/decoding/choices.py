@@ -1,4 +1,4 @@
-"""Choices of the next tokens of one sentence: greedy, beam search and config."""
+"""Choices of the next tokens of one sentence: greedily, by beam search or at random."""
 
 from functools import partial
 from typing import NamedTuple

@@ -135,9 +135,9 @@ def advance(
 
     A hypothesis stays alive only while its bound, log_prob / length_penalty(longest possible
     length), is better than the worst finished score (-inf while fewer than n_best have finished).
-    This loses nothing. A log-probability only falls and, with alpha >= 0, the penalty only grows
-    with length, so (both at or below zero) no continuation has a score above the bound, and an
-    earlier hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
+    This loses nothing. A log-probability is at most zero and only falls; with alpha >= 0, the
+    penalty only grows with length. So no continuation has a score above the bound, and an earlier
+    hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
     so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
 
     With early stopping, once `beam_size` hypotheses have ended, the score so far takes the place of
@@ -195,8 +195,8 @@ def search(
     """Return translations of each source. Call it inside a `jax.jit`.
 
     `config` has the settings, of which the seed is replaced by `keys`. The result for a sentence
-    depends neither on the others of the batch nor on its padding, nor on the arguments from `steps`
-    on, if they allow for it. Section 6.1.
+    depends neither on the others of the batch nor on its padding, nor on `steps`, `capacity` and
+    `halvings`, if these give it room. Section 6.1.
 
     model:      a `Transformer`, or another model for decoding (docs/extending.md).
     source:     token ids that end in EOS, padded with PAD. Nothing is searched for a row of PAD.

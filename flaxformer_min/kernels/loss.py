@@ -1,5 +1,8 @@
 """Parts of the loss over a vocabulary (section 5.4), whose logits fill most of the memory."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -41,3 +44,20 @@ def chunk_count(tokens: int, logits_per_token: int) -> int:
     while tokens % chunks:
         chunks += 1
     return chunks
+
+
+def stored(logits: Float[Array, "*batch vocab"], dtype: Any) -> Float[Array, "*batch vocab"]:
+    """Return logits as they are stored for the gradient: on an accelerator in the layers' `dtype`.
+
+    Writing and reading them in float32 takes longer than computing them, and the products of the
+    backward pass round them in any case; sums over them are of float32. XLA for an NVIDIA GPU reads
+    an array once for several sums over it, but not if a product writes it: hence the barrier.
+    FIGURES
+    """
+    if backend() == "cpu":
+        return logits
+    logits = logits.astype(dtype)
+    if backend() != "cuda":
+        return logits
+    flat = jax.lax.optimization_barrier(logits.reshape(-1, logits.shape[-1]))
+    return flat.reshape(logits.shape)

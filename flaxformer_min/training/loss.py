@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxformer_min.kernels.loss import chunk_count, logit_of
+from flaxformer_min.kernels.loss import chunk_count, logit_of, stored
 
 TokenLoss = Callable[[Float[Array, " vocab"], Int[Array, ""]], Float[Array, ""]]
 """Return the loss of one token, given its float32 logits and its label."""
@@ -133,6 +133,12 @@ def _sum_over_chunks(
     def chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
         return of_chunk(lambda x: to_logits(x, *weights), hidden_states, *rest)
 
+    def stored_chunk_sums(weights: list, hidden_states: Array, rest: tuple) -> tuple[Array, Sums]:
+        def logits(x: Array) -> Array:
+            return stored(to_logits(x, *weights), x.dtype)
+
+        return of_chunk(logits, hidden_states, *rest)
+
     @jax.custom_vjp
     def total(weights: list, hidden_states: Array) -> Sums:
         sums = jax.lax.map(lambda chunk: chunk_sums(weights, *chunk)[1], (hidden_states, rest))
@@ -140,7 +146,7 @@ def _sum_over_chunks(
 
     def forward(weights: list, hidden_states: Array) -> tuple[Sums, tuple]:
         def add(added: tuple[Sums, list], chunk: tuple) -> tuple[tuple[Sums, list], Array]:
-            gradients, sums = jax.grad(chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
+            gradients, sums = jax.grad(stored_chunk_sums, (0, 1), has_aux=True)(weights, *chunk)
             return jax.tree.map(jnp.add, added, (sums, gradients[0])), gradients[1]
 
         nothing = Sums(*(jnp.float32(0.0),) * 4), jax.tree.map(jnp.zeros_like, weights)
