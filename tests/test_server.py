@@ -207,6 +207,7 @@ def test_a_malformed_body_is_refused(client, kind, body):
 def test_an_unknown_address_or_method_is_an_error_in_json(client):
     assert client.get("/etc/passwd") == (404, {"error": "Not Found"})
     assert client.get("/../../etc/passwd")[0] == 404
+    assert client.post("/translate/", q="a", source="en", target="de")[0] == 404
     assert client.get("/translate?q=a&source=en&target=de") == (
         405,
         {"error": "Method Not Allowed"},

@@ -63,7 +63,7 @@ class App:
             allow_methods=["GET", "POST"],
             allow_headers=["Content-Type"],
         )
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/", self._index),
                 Route("/languages", self._languages),
@@ -75,6 +75,8 @@ class App:
             middleware=[cors] if self.access.origins else [],
             exception_handlers={HTTPException: _http_error},
         )
+        app.router.redirect_slashes = False  # to an address made from the request's own header
+        return app
 
     async def _index(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=self._page_headers)
