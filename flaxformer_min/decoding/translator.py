@@ -304,7 +304,8 @@ class Translator:
 
     def _best_text(self, source: list[int]) -> str:
         config = self.search_config(n_best=1)
-        ((_, found),) = self.runner.search({1: source}, {1: []}, config)
+        results = self.runner.search({1: source}, {1: []}, config)
+        found = next(found for lines, found in results if lines)  # maybe once more, with full room
         return self._to_text(found, 0, [])[0].text
 
     def _truncate(self, sentences: list[list[int]], what: str, first_line: int) -> list[list[int]]:

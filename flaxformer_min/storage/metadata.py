@@ -75,9 +75,9 @@ def read_metadata(folder: Path, step: int) -> dict | None:
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     """Raise ValueError if a checkpoint was saved for other tokenizers or another model.
 
-    Both may have the right shapes and still be wrong. Checkpoints of earlier versions, which do not
-    describe what they belong to, are accepted.
+    Both may have the right shapes and still be wrong.
     """
+    identity = json.loads(json.dumps(dict(identity)))  # as a checkpoint has it: no tuples
     for step in steps_of(folder):
         saved = (read_metadata(folder, step) or {}).get("identity")
         if not isinstance(saved, dict):
