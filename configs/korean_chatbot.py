@@ -28,6 +28,7 @@ config = Config(
         source_row_length=48,
         target_row_length=64,
         rows_per_batch=32,
+        normalization="identity",  # NFKC would take letters that stand alone, as in ㅋㅋ, apart
     ),
     model=ModelConfig(
         vocab_size=4_000,

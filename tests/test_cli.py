@@ -285,6 +285,10 @@ ERRORS = [
     ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
     ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
     ("evaluate {run} --source {none} --reference {none}", "text on both sides; there is none in"),
+    (
+        "evaluate {run} --source {one} --reference {one} --languages en",
+        "must be two different languages joined by a hyphen",
+    ),
     ("evaluate {run} --corpus text:{corpus} --tokenize moses", "one of .*13a.*; got 'moses'"),
     ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf or .html"),
     ("plot attention {run} \t --output {tmp}/map.png", r"have text to attend to; got '\\t'"),

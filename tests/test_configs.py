@@ -222,7 +222,9 @@ def test_the_chatbot_table_becomes_a_corpus_without_a_question_in_two_splits(tmp
     assert sorted(pair for split in found.values() for pair in split) == sorted(expected)
     asked = [{re.sub(r"\W", "", question) for question, _ in found[name]} for name in SPLITS]
     assert all(asked) and sum(map(len, asked)) == 150
-    tokenizer = train_tokenizer((text for pair in expected for text in pair), 300, tmp_path / "t")
+    rule = load("korean_chatbot")["config"].data.normalization
+    texts = [text for pair in expected for text in pair]
+    tokenizer = train_tokenizer(texts, 300, tmp_path / "t", normalization=rule)
     for text in [*expected[0], "훨씬 좋아요", "ㅠㅠ 뷁"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -13,6 +13,7 @@ from training_jobs import shared_programs
 
 from benchmarks import crash
 from flaxformer_min.cli.train import main
+from flaxformer_min.storage import run_folder
 from flaxformer_min.storage.run_folder import RunFolder
 
 
@@ -44,7 +45,7 @@ def test_a_file_system_without_locks_is_told_from_another_process(tmp_path, monk
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder.fcntl, "flock", flock)
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
     with pytest.raises(OSError, match="can be locked; .*: No locks available"):
         with RunFolder(tmp_path).locked():
             pass

@@ -92,7 +92,7 @@ class Config:
 
 
 def test_a_compile_clock_counts_programs_while_it_runs():
-    with devices.CompileClock() as clock:
+    with compilation.CompileClock() as clock:
         jax.jit(lambda x: x * 3 + 1)(2.0)
     counted = clock.programs
     assert counted >= 1

@@ -102,7 +102,7 @@ def test_training_follows_no_link_out_of_the_run_folder(tmp_path, capsys, name):
 def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
     """A named pipe would be waited for without end."""
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(ValueError, match="must be the lock file of a run"):
+    with pytest.raises(ValueError, match="lock is a pipe or a device. Remove it"):
         with RunFolder(tmp_path).locked():
             pass
 

@@ -62,7 +62,7 @@ def make_tiny_run(
     }
     model = ModelConfig(**{**small, **settings})
     config = Config(
-        data=data or DataConfig(languages="en-ko"),
+        data=data or DataConfig(languages="en-ko", normalization="identity"),
         model=model,
         training=TrainingConfig(save_every=1),
         decoding=decoding or SearchConfig(beam_size=2, max_extra_tokens=4, batch_size=8),
@@ -70,9 +70,10 @@ def make_tiny_run(
 
     def make_tokenizers(paths):
         source, target = paths
-        train_tokenizer(lines, model.vocab_size, source)
+        rule = {"normalization": config.data.normalization}
+        train_tokenizer(lines, model.vocab_size, source, **rule)
         if separate:
-            train_tokenizer([line[::-1] for line in lines], model.vocab_size, target)
+            train_tokenizer([line[::-1] for line in lines], model.vocab_size, target, **rule)
 
     run = RunFolder(folder)
     tokenizers = run.begin(config, make_tokenizers)
