@@ -58,8 +58,9 @@ class Server:
         self.address = f"http://{name}:{listener.getsockname()[1]}"
         LOGGER.info("Serving %s at %s", names, self.address)
         for target, arguments in ((self._uvicorn.run, [[listener]]), (self._compile, [])):
-            self._threads.append(threading.Thread(target=target, args=arguments))
-            self._threads[-1].start()
+            thread = threading.Thread(target=target, args=arguments, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def wait(self) -> None:
         """Wait until the server ends, which it does by itself only after an error."""
