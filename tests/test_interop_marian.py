@@ -152,7 +152,7 @@ def test_tokens_that_may_not_be_produced_stay_so(marian, tmp_path):
     [
         ({"bad_words_ids": [[7, 8]]}, "single tokens only"),
         ({"bad_words_ids": 7}, "bad_words_ids must be a list; got 7"),
-        ({"suppress_tokens": [3]}, "other than that of the end; got 3"),
+        ({"suppress_tokens": [3]}, "other than the end's; got 3"),
         ({"suppress_tokens": [10**9]}, "must be ids below"),
         ({"suppress_tokens": ["7"]}, "got '7'"),
     ],
