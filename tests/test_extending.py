@@ -103,7 +103,7 @@ def check_gate_and_norm(names):
     expected = (opened / (1 + np.exp(-opened)) * (x @ inner)) @ outer
     np.testing.assert_allclose(module.apply(params, jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
     box = names["AddAndRMSNorm"](names["config"].model)
-    found, _ = box.init_with_output(jax.random.key(0), x, x, method="add")
+    found, _ = box.init_with_output(jax.random.key(0), *(jnp.asarray(x),) * 2, method="add")
     norm = np.sqrt(np.square(2 * x).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(found, 2 * x / norm, rtol=1e-4)
 
