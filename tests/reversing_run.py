@@ -26,6 +26,7 @@ def train_reversing_run(folder: str | Path, steps: int = 800, **settings) -> Pat
         ),
         model=ModelConfig(**{**small, **settings}),
         training=TrainingConfig(
+            optimizer="muon",
             steps=steps,
             warmup_steps=100,
             learning_rate_scale=1.5,
