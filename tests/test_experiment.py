@@ -364,23 +364,6 @@ def test_a_run_of_ones_own_model_is_loaded_with_that_model_only(tmp_path):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=Transformer(CONFIG.model))
 
 
-@pytest.mark.slow
-def test_a_run_that_recorded_only_the_class_of_its_model_goes_on(tmp_path, monkeypatch):
-    model = Transformer(CONFIG.model, position_function=constant)
-
-    def recorded(config, model):
-        named = dataclasses.replace(config.model, architecture=type(model).__name__)
-        return dataclasses.replace(config, model=named)
-
-    half = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, steps=3))
-    with monkeypatch.context() as before:
-        before.setattr("flaxformer_min.experiment.run.with_architecture", recorded)
-        train(half, tmp_path / "run", pairs=PAIRS, model=model)
-    assert RunFolder(tmp_path / "run").config().model.architecture == "Transformer"
-    assert train(CONFIG, tmp_path / "run", pairs=PAIRS, model=model).step == 6
-    assert Translator.load(tmp_path / "run", model=model).translate(["one"])
-
-
 class Table(list):
     """Has columns, which have names."""
 
