@@ -19,8 +19,14 @@ from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 SHARE = 4
 """Batches have this part of a translator's own rows: less to wait for, and less to compile.
 
-On two cores batches of 8 rows reach 0.8 of the sentences a second of batches of 32, when the
-sentences come 16 at a time instead of all at once.
+On two cores batches of 8 rows reach 0.8 of the sentences a second of batches of 32 rows, when the
+sentences come 16 or 32 at a time instead of all at once.
+"""
+
+ALONE = 3
+"""Up to this many sentences a core are searched one by one on all cores of a CPU.
+
+A batch of 8 rows, on a single core, takes 3.5 times as long as one sentence, however many it has.
 """
 
 USUAL_WIDTH = 48
@@ -50,7 +56,8 @@ class Pair:
         self._translator, runner = translator, translator.runner
         self._rows = max(runner.rows // SHARE, 1)
         self._longest = runner.widths[-1]
-        self.most = self._rows * max(runner.cores, len(runner.devices))
+        # Two batches a core: while one waits for its longest sentence, the core has the other.
+        self.most = 2 * self._rows * max(runner.cores, len(runner.devices))
         self._attend = jax.jit(partial(translator.models[0].apply, mutable=["intermediates"]))
 
     @property
@@ -60,12 +67,17 @@ class Pair:
 
     def best(self, sentences: list[str]) -> list[list[Translation]]:
         """Return the best translation of each sentence."""
-        return self._translator.hypotheses(sentences, n_best=1, batch_size=self._rows)
+        return self._hypotheses(sentences, 1)
 
     def several(self, sentences: list[str]) -> list[list[Translation]]:
         """Return all translations of each sentence that the search found, best first."""
-        settings = {"n_best": self.beam_size, "batch_size": self._rows}
-        return self._translator.hypotheses(sentences, **settings)
+        return self._hypotheses(sentences, self.beam_size)
+
+    def _hypotheses(self, sentences: list[str], n_best: int) -> list[list[Translation]]:
+        rows, cores = self._rows, self._translator.runner.cores
+        if 1 < cores and len(sentences) <= ALONE * cores:
+            rows = 1
+        return self._translator.hypotheses(sentences, n_best=n_best, batch_size=rows)
 
     def score(self, pairs: list[tuple[str, str]]) -> list[PairScore]:
         """Return the log-probability of each token of given translations."""

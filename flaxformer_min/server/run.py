@@ -30,7 +30,7 @@ class Server:
         """Take what is served; nothing is opened yet."""
         self._pairs, self._limits = list(pairs), limits
         self.app = App(Service(pairs, limits), access)
-        self._stopping = threading.Event()
+        self._stopping, self._ended = threading.Event(), threading.Event()
         self.address = ""
         self._uvicorn: uvicorn.Server | None = None
         self._threads: list[threading.Thread] = []
@@ -50,22 +50,26 @@ class Server:
             proxy_headers=False,
             timeout_graceful_shutdown=int(self._limits.deadline + self._limits.header_seconds) + 1,
         )
-        # Its warnings are about clients, and its errors have been logged by the application.
-        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        # Their warnings are about clients, and errors have been logged by the application.
+        for name in ("uvicorn", "python_multipart"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._uvicorn = uvicorn.Server(config)
         name = f"[{host}]" if ":" in host else host
         names = ", ".join(f"{pair.source} to {pair.target}" for pair in self._pairs)
         self.address = f"http://{name}:{listener.getsockname()[1]}"
         LOGGER.info("Serving %s at %s", names, self.address)
-        for target, arguments in ((self._uvicorn.run, [[listener]]), (self._compile, [])):
+        for target, arguments in ((self._answer, [listener]), (self._compile, [])):
             thread = threading.Thread(target=target, args=arguments, daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def wait(self) -> None:
-        """Wait until the server ends, which it does by itself only after an error."""
-        while self._threads[0].is_alive():
-            self._threads[0].join(POLL_SECONDS)
+        """Wait until the server ends, which it does by itself only after an error.
+
+        A signal may interrupt it. `Thread.join` would then take the thread for ended (Python 3.11).
+        """
+        while not self._ended.wait(POLL_SECONDS):
+            pass
         raise RuntimeError("the server has ended by itself.")
 
     def stop(self) -> None:
@@ -76,6 +80,12 @@ class Server:
         for thread in self._threads:
             thread.join()
         self.app.service.batcher.close()
+
+    def _answer(self, listener: socket.socket) -> None:
+        try:
+            self._uvicorn.run([listener])
+        finally:
+            self._ended.set()
 
     def _compile(self) -> None:
         """Compile the programs for a first request of each pair, and then the other usual ones."""
