@@ -114,7 +114,7 @@ def answers_until_sigterm(process):
         address = (re.findall(r"http://\S+", line) or [address])[0]
     end, q = time.monotonic() + 30, "the red house. it has 3 doors"
     expected = Client(address).translate(q, target="ko")
-    assert expected[0] == 200
+    assert expected[0] == 200, expected
 
     def send_until_refused(_):
         answers = []
