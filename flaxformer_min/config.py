@@ -29,7 +29,8 @@ class DataConfig:
 
     corpus: str = setting("cldr:en-ko")
     """`cldr:en-ko` (embedded; any two CLDR locales), `text:DIR` (train.en, train.de, ..., or
-    train.tsv; also compressed) or `tfds:wmt14_translate/de-en` (any dataset of tfds)."""
+    train.tsv; also compressed) or `tfds:wmt14_translate/de-en` (any dataset of tfds). Or several,
+    as `text:DIR,text:OTHER*3`: pairs of the second are read three times in each epoch."""
 
     languages: str = setting("")
     """Source and target, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's own."""
