@@ -89,7 +89,7 @@ def find_usual(pairs: Pairs) -> Usual:
     )
 
 
-def inspect(pairs: Pairs, usual: Usual, held_out: Mapping[str, Pairs]) -> Iterator[Finding]:
+def inspect_pairs(pairs: Pairs, usual: Usual, held_out: Mapping[str, Pairs]) -> Iterator[Finding]:
     """Yield what is found in each pair of a split, in the order of lines.
 
     usual:    of the corpus; see `find_usual`.
@@ -190,7 +190,8 @@ def _new_words(text: str, other: str, script: str) -> list[str]:
 
 def _numbers(text: str) -> Counter[str]:
     text = re.sub(r"(?<=\d)[.,'\u00a0\u202f](?=\d{3}(?!\d))", "", text)
-    return Counter(str(int(number)) for number in re.findall(r"\d+", text))
+    digits = "".join(str(unicodedata.decimal(c, c)) for c in text)  # of all scripts
+    return Counter(number.lstrip("0") or "0" for number in re.findall(r"\d+", digits))
 
 
 def odd_characters(text: str) -> list[str]:
@@ -249,8 +250,9 @@ class _Repeats(NamedTuple):
 
 
 def _repeats(pairs: Sequence[Pair]) -> _Repeats:
-    hashes = np.array([[_hash(text) for text in pair] for pair in pairs], np.int64)
-    both = np.array([hash(tuple(pair)) for pair in hashes.tolist()], np.int64)
+    flat = (_hash(text) for pair in pairs for text in pair)
+    hashes = np.fromiter(flat, np.int64, 2 * len(pairs)).reshape(-1, 2)
+    both = np.fromiter((hash((s, t)) for s, t in hashes.tolist()), np.int64, len(pairs))
     _, first, inverse, counts = np.unique(
         both, return_index=True, return_inverse=True, return_counts=True
     )
