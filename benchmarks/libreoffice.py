@@ -122,7 +122,7 @@ def main() -> int:
     args = parser.parse_args()
     source, target = find_help(args.source), find_help(args.target)
     for name, number in make_corpus(source, target, args.folder).items():
-        print(f"{name}: {number:,}")
+        print(f"{name}: {number:,}", flush=True)
     if args.train is None:
         return 0
     corpus = "--data.corpus", f"text:{args.folder}"
