@@ -6,7 +6,7 @@
 
 The first folder is the source's, the second the target's. Paragraphs are aligned by page and id.
 Every page belongs to one split (of 100 pages, about 3 are for validation and 5 for the test), and
-no source or target of these two is in the training text. Left out and counted: paragraphs that
+no source or target of these two is in the training text, also in another case. Left out and counted: paragraphs that
 only one side has, that nobody translated, and repeated pairs. Without --train only the text is
 written. Options after --train are those of train.py with configs/libreoffice_en_ko.py. The same
 command continues a training that was stopped.
@@ -57,7 +57,7 @@ class _Page(HTMLParser):
 
 
 def find_help(folder: Path) -> Path:
-    """Return the folder of the pages in an unpacked package; its name is their language."""
+    """Return the folder of the pages in an unpacked package."""
     found = [
         path for path in folder.glob("usr/share/libreoffice/help/*") if (path / "text").is_dir()
     ]
@@ -68,6 +68,11 @@ def find_help(folder: Path) -> Path:
             "PACKAGE.deb FOLDER."
         )
     return found[0]
+
+
+def language_of(folder: Path) -> str:
+    """Return the language of the pages in a folder of that name; American English is en."""
+    return "en" if folder.name == "en-US" else folder.name
 
 
 def split_of(page: str) -> str:
@@ -103,11 +108,12 @@ def make_corpus(source: Path, target: Path, folder: Path) -> collections.Counter
         count["repeated"] += 1
     held_out: set[str] = set()
     for split, pairs in splits.items():
-        kept = [pair for pair in pairs if held_out.isdisjoint(pair)]
-        held_out.update(text for pair in kept for text in pair)
+        kept = [pair for pair in pairs if held_out.isdisjoint(map(str.casefold, pair))]
+        held_out.update(text.casefold() for pair in kept for text in pair)
         count[split] = len(kept)
         count["repeated"] -= len(kept)
-        for language, side in zip((source.name, target.name), zip(*kept, strict=True), strict=True):
+        languages = language_of(source), language_of(target)
+        for language, side in zip(languages, zip(*kept, strict=True), strict=True):
             write_atomically(folder / f"{split}.{language}", "\n".join(side) + "\n")
     return count
 
@@ -126,7 +132,7 @@ def main() -> int:
     if args.train is None:
         return 0
     corpus = "--data.corpus", f"text:{args.folder}"
-    languages = "--data.languages", join_languages(source.name, target.name)
+    languages = "--data.languages", join_languages(language_of(source), language_of(target))
     command = [str(ROOT / "train.py"), str(ROOT / "configs" / "libreoffice_en_ko.py")]
     return subprocess.run([sys.executable, *command, *corpus, *languages, *args.train]).returncode
 

@@ -158,7 +158,7 @@ def help_packages(tmp_path):
     texts["page 0"] += [
         ("Never <b>translated</b> &lt;text&gt;.", "Never translated &lt;text&gt;."),
         ("Only here.", None),
-        texts["page 28"][0],  # in the test
+        (texts["page 28"][0][0].upper(), "대문자"),  # in the test
         texts["page 0"][0],  # a repetition
         (
             'Press <span class="MAC"><b>Command</b></span><span>Ctrl</span>+<br>A\n now.',
@@ -196,7 +196,7 @@ def test_packages_of_help_become_parallel_text_and_a_model(call, help_packages, 
     out = call("libreoffice", *help_packages, folder, "--train", *options)
     for line in ("not translated: 1", "on one side only: 1", "repeated: 2", "train: 10", "test: 9"):
         assert f"{line}\n" in out
-    assert (folder / "train.en-US").read_text().splitlines()[8:] == [
+    assert (folder / "train.en").read_text().splitlines()[8:] == [
         "Opens file 8 of page 0.",
         "Press Ctrl+A now.",
     ]

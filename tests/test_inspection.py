@@ -148,18 +148,5 @@ def test_a_clean_copy_lacks_the_named_kinds_of_the_training_text_only(call, corp
         assert (clean / name).read_bytes() == (corpus / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--write", "new"), "--write DIR and --drop KIND belong together"),
-        (("--drop", "numbers"), "got only --drop"),
-        (("--write", "new", "--drop", "number"), "--drop must name kinds of empty, repeated"),
-    ],
-)
-def test_a_copy_needs_a_folder_and_kinds(call, options, message):
-    status, out, err = call(*options)
-    assert (status, out) == (2, "") and message in err
-
-
 def test_a_long_text_is_printed_in_part():
     assert printable("a" * 161) == "a" * 157 + "..."
