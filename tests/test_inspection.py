@@ -62,9 +62,10 @@ def test_each_kind_is_found_in_its_line(kind, detail, source, target):
     assert kinds([*PLAIN, (source, target)]) == [(11, kind, detail)]
 
 
-def test_a_digit_that_the_other_side_writes_as_a_word_is_no_finding():
+def test_a_digit_or_month_that_the_other_side_writes_as_a_word_is_no_finding():
     assert kinds([*PLAIN, ("Opens two pages.", "쪽 2 열기를 합니다.")]) == []
     assert kinds([*PLAIN, ("Opens page ٤.", "쪽 4 열기를 합니다.")]) == []
+    assert kinds([*PLAIN, ("Stops on October 12.", "10월 12일에 멈춥니다.")]) == []
 
 
 def test_repeats_and_second_translations_are_found_in_the_rarer_lines():

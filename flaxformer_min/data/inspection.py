@@ -127,7 +127,7 @@ def _unusual(pair: Pair, usual: Usual) -> Iterator[tuple[str, str]]:
     yield from _cut(pair, ratio)
     numbers = [_numbers(text) for text in pair]
     left, right = (" ".join((a - b).elements()) for a, b in (numbers, numbers[::-1]))
-    if (left and right) or len(left + right) > 1:  # one digit may be a word on the other side
+    if (left and right) or re.search(r"\d\d", left + right):  # one digit may be a word elsewhere
         yield "numbers", f"{left or 'none'} | {right or 'none'}"
     for side, other in ((0, 1), (1, 0)):
         text, name = pair[side], ("source", "target")[side]
@@ -189,9 +189,11 @@ def _new_words(text: str, other: str, script: str) -> list[str]:
 
 
 def _numbers(text: str) -> Counter[str]:
+    """Return the numbers of a text, without those of months, which are words in most languages."""
     text = re.sub(r"(?<=\d)[.,'\u00a0\u202f](?=\d{3}(?!\d))", "", text)
     digits = "".join(str(unicodedata.decimal(c, c)) for c in text)  # of all scripts
-    return Counter(number.lstrip("0") or "0" for number in re.findall(r"\d+", digits))
+    found = re.findall(r"\d+(?!\d|\s?[月월])", digits)
+    return Counter(number.lstrip("0") or "0" for number in found)
 
 
 def odd_characters(text: str) -> list[str]:
