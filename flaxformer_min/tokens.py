@@ -7,7 +7,7 @@ of its columns.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 
@@ -30,6 +30,20 @@ class Batch(NamedTuple):
 
     source: Tokens
     target: Tokens
+
+
+class Kept(NamedTuple):
+    """Whether the inputs of encoder and decoder keep their embedding, or have a zero (SimCut).
+
+    None: all keep it. The decoder's inputs are the target shifted right (see `shift_right`).
+    """
+
+    source: Bool[Array, "batch source"] | None = None
+    target: Bool[Array, "batch target"] | None = None
+
+
+ALL_KEPT = Kept()
+"""Every input keeps its embedding."""
 
 
 class Places(NamedTuple):

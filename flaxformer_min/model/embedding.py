@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.kernels.backend import compute_dtype
@@ -35,14 +35,19 @@ class Embedding(nn.Module):
         self.positional_encoding = PositionalEncoding(self.config, self.position_function)
         self.dropout = Dropout(self.config.dropout)
 
-    def __call__(self, tokens: Tokens, rows: Rows = None) -> Float[Array, "batch length d_model"]:
+    def __call__(
+        self, tokens: Tokens, rows: Rows = None, kept: Bool[Array, "batch length"] | None = None
+    ) -> Float[Array, "batch length d_model"]:
         """Return √d_model times each token's vector plus its positional encoding, with dropout.
 
+        Where `kept` is False the vector is zero, and the positional encoding remains (SimCut).
         Raises ValueError for an id outside the vocabulary; inside jit, the nearest one is taken.
         """
         config = self.config
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
+        if kept is not None:
+            x = jnp.where(kept[:, :, None], x, 0.0)
         x += self.positional_encoding(tokens)
         return self.dropout(x.astype(compute_dtype(config.dtype)), rows)
 
