@@ -78,7 +78,7 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
             pairs = list(read_pairs(corpus, split, languages, data.cache_dir))
         except ValueError as error:
             where = ""
-            if corpus.startswith("tfds:"):
+            if "tfds:" in corpus:
                 where = "TFDS_DATA_DIR may name the folder of prepared datasets. "
             raise ValueError(
                 f"{error} {where}--corpus names another corpus; --source and --reference name "
@@ -112,7 +112,9 @@ def _without_text_of_skipped(
 
 def _corpus_of_run(corpus: str) -> str:
     """Return the corpus that a run names, unless it is text somewhere on this machine."""
-    if corpus.startswith("text:"):
+    from flaxformer_min.data.corpora.joined import split_corpora
+
+    if any(name.startswith("text:") for name, _ in split_corpora(corpus)):
         raise ValueError(
             "text outside of the run is read only if you name it, because a run may come from a "
             f"stranger; this one names {corpus}. Give --corpus {shlex.quote(corpus)}, or --source "
