@@ -215,6 +215,14 @@ class TrainingConfig:
     the two predictions to the loss, with this weight (R-Drop, Liang et al. 2021; their α). A step
     takes twice as long."""
 
+    simcut: float = setting(0.0, at_least=0)
+    """Above 0: also run each batch with a share of its token embeddings zeroed, on both sides, and
+    add KL(whole || cut) of the two predictions to the loss, with this weight (SimCut, Gao et al.
+    2022; their α, 3 there). A step takes twice as long."""
+
+    simcut_share: float = setting(0.05, more_than=0, less_than=1)
+    """Of `simcut`: the probability that the embedding of a token is zeroed; their p_cut."""
+
     ema_decay: float = setting(0.0, at_least=0, less_than=1)
     """Above 0: decay of an exponential moving average of the parameters, which is then used to
     validate and translate (Polyak and Juditsky 1992)."""

@@ -49,6 +49,12 @@ def check_training(training: Any) -> None:
             " above 0, because it averages at a constant rate with this weight; got "
             f"{training.cooldown_steps}, {training.ema_decay} and {training.adam_b1}."
         )
+    if training.simcut and training.r_drop:
+        raise ValueError(
+            "training.simcut and training.r_drop each compare two predictions of a batch, and only "
+            f"one of them can be above 0; got {training.simcut} and {training.r_drop}. Set one to "
+            "0."
+        )
     if training.best_by == "bleu" and not training.validation_sentences:
         raise ValueError(
             "training.best_by='bleu' needs translations to compare; got "

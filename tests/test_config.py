@@ -42,6 +42,7 @@ def other(field):
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
     named["output_bias"] = False  # for only tied logits have it: see `BIASED`
     named["optimizer"] = "muon"  # for schedule-free Adam excludes other settings
+    named["simcut"] = 0.0  # for it excludes R-Drop: see `CUT`
     named["suppressed"] = (4, 7)
     named["symbols"] = (">>deu<<",)
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
@@ -69,11 +70,13 @@ LEARNED = Config(model=ModelConfig(positional_encoding="learned", max_positions=
 BIASED = Config(model=ModelConfig(output_bias=True))
 SPECIAL = {("model", "attention"): FUSED, ("model", "max_positions"): LEARNED}
 SPECIAL[("model", "output_bias")] = BIASED
+CUT = Config(training=TrainingConfig(simcut=3.0))
+SPECIAL[("training", "simcut")] = CUT
 
 
 @pytest.mark.parametrize(
     "config",
-    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED],
+    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED, CUT],
     ids=["defaults", "others", "fused", "learned", "biased"],
 )
 def test_a_config_survives_the_round_trip_through_json(config):
@@ -353,8 +356,8 @@ model.positional_encoding model.max_positions model.embeddings model.architectur
 model.activation model.norm_epsilon model.final_norm model.output_bias model.num_decoder_layers
 training.optimizer training.warmup_steps training.learning_rate_scale training.adam_b1
 training.adam_b2 training.adam_epsilon training.label_smoothing training.gradient_accumulation
-training.clip_norm training.seed training.r_drop training.ema_decay training.best_by
-training.init_from
+training.clip_norm training.seed training.r_drop training.simcut training.simcut_share
+training.ema_decay training.best_by training.init_from
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype model.attention

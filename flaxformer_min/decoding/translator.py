@@ -99,9 +99,9 @@ class Translator:
 
         Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
-        executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
-        type of the layers' computations, "float32", "bfloat16" or "auto"; None: as in training.
-        On a CPU, bfloat16 applies to products with weights only.
+        executed. A run that was trained with `train(model=...)` needs the same `model`. The layers
+        compute in `dtype`, "float32", "bfloat16" or "auto"; None: as in training. On a CPU,
+        bfloat16 applies to products with weights only.
         Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
         different vocabularies.
         """
@@ -198,11 +198,10 @@ class Translator:
         """Return the `n_best` translations of each line, best first.
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
-        is no constraint. A source of more than 1,024 tokens, or with learned positions than there
-        are of these, is truncated and logged as a warning, with its number counted from
-        `first_line`. Raises Stopped between two batches once `stop()`. Without `scores`,
-        greedy decoding computes none, and they are NaN. `settings` are those of `SearchConfig`, in
-        place of the run's own.
+        is no constraint. A source of more than 1,024 tokens is truncated, and a warning gives its
+        line number, counted from `first_line`. With learned positions, their number is the limit.
+        Raises Stopped between two batches once `stop()`. Without `scores`, greedy decoding computes
+        none, and they are NaN. `settings` are fields of `SearchConfig`; they override the run's.
         """
         _check_list("lines", lines)
         if prefixes is not None:
