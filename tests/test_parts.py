@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from training_jobs import changed, shared_programs, small_config, stopped_after, watched_steps
+from training_jobs import changed, small_config, stopped_after, watched_steps
 
 from benchmarks.crash import differences
 from flaxformer_min.experiment.run import train
@@ -15,10 +15,7 @@ from flaxformer_min.training.metrics import read_metrics
 LION = optax.lion(1e-3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture

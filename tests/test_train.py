@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training_jobs import changed, shared_programs, small_config, stopped_after, watched_steps
+from training_jobs import changed, small_config, stopped_after, watched_steps
 
 from benchmarks.crash import differences, newest, write_corpus
 from flaxformer_min.cli.train import read_arguments
@@ -27,11 +27,7 @@ from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import TrainState
 
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture
