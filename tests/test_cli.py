@@ -432,18 +432,23 @@ GARBAGE = {
 }
 
 
+READERS = [
+    "translate {run} --input {tmp}/garbage --output {tmp}/out",
+    "translate {run} --input {one} --prefix-file {tmp}/garbage",
+    "score {run} {one} {tmp}/garbage",
+    "evaluate {run} --source {tmp}/garbage --reference {one}",
+    "evaluate {run} --source {one} --reference {tmp}/garbage",
+]
+
+
 @pytest.mark.parametrize(
-    "line",
+    "line, content, message",
     [
-        "translate {run}",
-        "translate {run} --input {tmp}/garbage --output {tmp}/out",
-        "translate {run} --input {one} --prefix-file {tmp}/garbage",
-        "score {run} {one} {tmp}/garbage",
-        "evaluate {run} --source {tmp}/garbage --reference {one}",
-        "evaluate {run} --source {one} --reference {tmp}/garbage",
+        *(("translate {run}", *each) for each in GARBAGE.values()),
+        *((line, *GARBAGE["UTF-16"]) for line in READERS),
     ],
+    ids=[*GARBAGE, *READERS],
 )
-@pytest.mark.parametrize("content, message", GARBAGE.values(), ids=GARBAGE)
 def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     call, mirror, tmp_path, line, content, message
 ):
