@@ -68,6 +68,12 @@ def test_a_digit_or_month_that_the_other_side_writes_as_a_word_is_no_finding():
     assert kinds([*PLAIN, ("Stops on October 12.", "10월 12일에 멈춥니다.")]) == []
 
 
+@pytest.mark.parametrize("text", [99_999 * "." + "x", 99_999 * "1" + "월", 33_333 * "a b "])
+def test_a_line_of_a_hundred_thousand_characters_takes_no_minutes(text):
+    """As it would if the time grew with the square of its length."""
+    assert kinds([*PLAIN, (text, "쪽 열기를 합니다.")])[0][0] == 11
+
+
 def test_repeats_and_second_translations_are_found_in_the_rarer_lines():
     """ "b" is the usual translation of "a", because it stands twice; the first of "c" is."""
     pairs = [("a", "x"), ("a", "b"), ("A ", "b"), ("c", "d"), ("c", "e"), ("f", "d"), ("g", "h")]

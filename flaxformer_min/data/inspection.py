@@ -48,7 +48,7 @@ SCRIPT_SHARE = 0.1
 """The least share of letters of the usual script."""
 
 WORD = re.compile(r"[^\W\d_]+")
-END = re.compile(r"[.!?。！？…]+[\"'”’)\]」』]*(?=\s|$)|[。！？]")
+END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]]*+(?=\s|$)|[。！？]")
 ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "KATAKANA-HIRAGANA": "CJK"}
 
 
@@ -192,7 +192,7 @@ def _numbers(text: str) -> Counter[str]:
     """Return the numbers of a text, without those of months, which are words in most languages."""
     text = re.sub(r"(?<=\d)[.,'\u00a0\u202f](?=\d{3}(?!\d))", "", text)
     digits = "".join(str(unicodedata.decimal(c, c)) for c in text)  # of all scripts
-    found = re.findall(r"\d+(?!\d|\s?[月월])", digits)
+    found = re.findall(r"(?<!\d)\d++(?!\s?[月월])", digits)
     return Counter(number.lstrip("0") or "0" for number in found)
 
 
