@@ -43,8 +43,8 @@ def test_ordinary_pairs_are_not_found():
             "Press the red key now.",
             "press the red key 합니다.",
         ),
-        ("script", "target: 0% Hangul", "Opens the box.", "Opens the box now"),
-        ("script", "source: 0% Latin", "대화 상자를 열게 합니다.", "상자 열기를 합니다."),
+        ("script", "target: 0% HANGUL", "Opens the box.", "Opens the box now"),
+        ("script", "source: 0% LATIN", "대화 상자를 열게 합니다.", "상자 열기를 합니다."),
         # (25 + 10) / (5 + 10) beside the median (11 + 10) / (17 + 10) of "Deletes the file."
         ("length", "the target is 3.0 times as long as usual", "Stop.", 6 * "멈춤을 " + "끝"),
         ("truncated", "3 | 1 sentences", "Stops it. Deletes the page. Ends.", "열기를 합니다."),

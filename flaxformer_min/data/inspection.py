@@ -146,7 +146,7 @@ def _wrong_language(text: str, name: str, side: int, usual: Usual) -> Iterator[t
     letters = _scripts(text)
     total, share = letters.total(), letters[usual.scripts[side]]
     if total > 2 and share < SCRIPT_SHARE * total:
-        yield "script", f"{name}: {share / total:.0%} {usual.scripts[side].title()}"
+        yield "script", f"{name}: {share / total:.0%} {usual.scripts[side]}"
     if usual.scripts[0] == usual.scripts[1]:
         words = WORD.findall(text.casefold())
         own, foreign = (sum(word in usual.words[s] for word in words) for s in (side, 1 - side))
