@@ -10,6 +10,11 @@ def check_architecture(model: Any) -> None:
             "model.max_positions must be given for positional_encoding='learned', and only for "
             f"it; got {model.max_positions} with {model.positional_encoding!r}."
         )
+    if model.norm == "post" and not model.final_norm:
+        raise ValueError(
+            "model.final_norm=False is for norm='pre', because 'post' has no norm at the end; got "
+            "norm='post'. Leave it out, or choose norm='pre'."
+        )
     if model.d_model % model.num_heads:
         raise ValueError(
             "model.d_model must be a multiple of model.num_heads, so that the heads share it "

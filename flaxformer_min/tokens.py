@@ -7,9 +7,12 @@ of its columns.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
+
+CUT = -2
+"""In place of an id that SimCut hides: its embedding is zero, its position is still read."""
 
 
 class Tokens(NamedTuple):
@@ -30,20 +33,6 @@ class Batch(NamedTuple):
 
     source: Tokens
     target: Tokens
-
-
-class Kept(NamedTuple):
-    """Whether the inputs of encoder and decoder keep their embedding, or have a zero (SimCut).
-
-    None: all keep it. The decoder's inputs are the target shifted right (see `shift_right`).
-    """
-
-    source: Bool[Array, "batch source"] | None = None
-    target: Bool[Array, "batch target"] | None = None
-
-
-ALL_KEPT = Kept()
-"""Every input keeps its embedding."""
 
 
 class Places(NamedTuple):

@@ -77,7 +77,7 @@ SPECIAL[("training", "simcut")] = CUT
 @pytest.mark.parametrize(
     "config",
     [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED, CUT],
-    ids=["defaults", "others", "fused", "learned", "biased"],
+    ids=["defaults", "others", "fused", "learned", "biased", "cut"],
 )
 def test_a_config_survives_the_round_trip_through_json(config):
     """Nothing is lost, even if no setting has its default."""
@@ -353,7 +353,7 @@ data.tokenizer_sample data.normalization data.symbols data.subword_sampling data
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.max_positions model.embeddings model.architecture
-model.activation model.norm_epsilon model.output_bias model.num_decoder_layers
+model.activation model.norm_epsilon model.final_norm model.output_bias model.num_decoder_layers
 training.optimizer training.warmup_steps training.learning_rate_scale training.adam_b1
 training.adam_b2 training.adam_epsilon training.label_smoothing training.gradient_accumulation
 training.clip_norm training.seed training.r_drop training.simcut training.simcut_share

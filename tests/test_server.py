@@ -252,7 +252,7 @@ def test_a_long_document_does_not_hold_up_a_short_text():
 
 
 def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(caplog):
-    caplog.set_level(logging.WARNING, "flaxformer_min.server")
+    caplog.set_level(logging.INFO, "flaxformer_min.server")
     pair = FakePair(seconds=0.1)
     pair.gate.clear()
     with serving(pair) as server, ThreadPoolExecutor(9) as pool:
@@ -301,7 +301,7 @@ def wait_until(condition, seconds=10):
 
 
 def test_the_work_of_a_client_that_has_gone_is_dropped(caplog):
-    caplog.set_level(logging.WARNING, "flaxformer_min.server")
+    caplog.set_level(logging.INFO, "flaxformer_min.server")
     pair = FakePair(most=1)
     pair.gate.clear()
     with serving(pair) as server:
@@ -351,7 +351,7 @@ def test_other_pages_may_use_it_only_if_their_origin_is_allowed():
 
 @pytest.mark.parametrize("log_text", [False, True])
 def test_texts_and_keys_are_not_logged_unless_asked_for(caplog, log_text):
-    caplog.set_level(logging.WARNING, "flaxformer_min.server")
+    caplog.set_level(logging.INFO, "flaxformer_min.server")
     with serving(access=Access(keys=("thekey",), log_text=log_text)) as server:
         client = Client(server.address)
         assert client.translate("private\nwords", api_key="thekey")[0] == 200

@@ -6,18 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.model.transformer import Transformer
-from flaxformer_min.tokens import EOS, Batch, Kept, Tokens
+from flaxformer_min.tokens import CUT, EOS, Batch, Tokens, shift_right
 from flaxformer_min.training.loss import sum_over_tokens
 from flaxformer_min.training.step import (
     TrainState,
-    draw_kept,
+    cut_copy,
     gradient_sums,
     init_state,
-    make_train_step,
     randomness,
 )
 
@@ -61,15 +59,13 @@ def random_of(rows=2, step=0, device=0):
     return randomness(state, device, 0, rows, TRAINING)
 
 
-def without(ids, kept):
-    return jnp.where(kept, ids, ZERO)
+def zeroed(batch):
+    """The batch with a piece whose embedding is zero in place of each id that is cut."""
+    return Batch(*(side._replace(ids=jnp.where(side.ids == CUT, ZERO, side.ids)) for side in batch))
 
 
-def cut_by_hand(batch, kept):
-    """The batch with `ZERO` in place of each piece whose embedding is cut."""
-    before_the_next = jnp.roll(kept.target, -1, axis=1)  # the decoder reads it one token later
-    source = batch.source._replace(ids=without(batch.source.ids, kept.source))
-    return Batch(source, batch.target._replace(ids=without(batch.target.ids, before_the_next)))
+def read(params, batch):
+    return MODEL.apply({"params": params}, batch, method="hidden_states")
 
 
 def log_softmax(x):
@@ -77,23 +73,19 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def test_where_an_embedding_is_cut_the_model_reads_a_zero_and_the_position(params):
+def test_the_model_reads_a_zero_and_the_position_of_what_is_cut(params):
     batch = packed_rows()
-    kept = draw_kept(batch, random_of(), 0.4)
-    assert not all(side.all() for side in kept)
-
-    def read(batch, kept):
-        return MODEL.apply({"params": params}, batch, kept=kept, method="hidden_states")
-
-    cut = read(batch, kept)
-    np.testing.assert_array_equal(cut, read(cut_by_hand(batch, kept), Kept()))
-    assert jnp.abs(cut - read(batch, Kept())).max() > 0.01
+    cut = cut_copy(batch, random_of(), 0.4)
+    assert all((side.ids == CUT).any() for side in cut)
+    found = read(params, cut)
+    np.testing.assert_array_equal(found, read(params, zeroed(cut)))
+    assert jnp.abs(found - read(params, batch)).max() > 0.01
 
 
 def test_the_loss_is_the_cross_entropy_of_the_whole_and_its_divergence_from_the_cut(params):
     """Gao et al. 2022: CE(whole) + α KL(whole || cut), token by token, in float64."""
     batch = packed_rows()
-    both = (batch, cut_by_hand(batch, draw_kept(batch, random_of(), 0.4)))
+    both = (batch, zeroed(cut_copy(batch, random_of(), 0.4)))
     p, q = (log_softmax(MODEL.apply({"params": params}, each)) for each in both)
     expected = whole = 0.0
     for row, column in np.argwhere(np.asarray(batch.target.segments) > 0):
@@ -127,48 +119,31 @@ def test_gradients_flow_through_both_predictions():
     assert jnp.abs(both[0][0]).max(axis=(1, 2, 3)).min() > 0.01
 
 
-def test_each_embedding_is_cut_with_the_given_probability_but_bos_and_eos_never():
+def test_each_token_is_cut_with_the_given_probability_but_what_begins_and_ends_is_read():
+    """The decoder reads BOS in place of the last token of the sentence before (`shift_right`)."""
     rows = jax.tree.map(lambda x: jnp.tile(x, (1_000, 1)), packed_rows())
-    kept = draw_kept(rows, random_of(2_000), 0.05)
+    cut = cut_copy(rows, random_of(2_000), 0.05)
+    inputs = cut.source.ids, shift_right(cut.target).ids
     fixed = rows.source.ids == EOS, rows.target.positions == 0
-    for side, always in zip(kept, fixed, strict=True):
-        assert side[always].all()
-        assert 1 - side[~always].mean() == pytest.approx(0.05, abs=0.005)
-    assert (kept.source != kept.target).any()
+    for ids, always in zip(inputs, fixed, strict=True):
+        assert (ids[always] != CUT).all()
+        assert (ids[~always] == CUT).mean() == pytest.approx(0.05, abs=0.005)
+    assert ((cut.source.ids == CUT) != (cut.target.ids == CUT)).any()
 
 
 def test_what_is_cut_depends_on_the_step_and_the_row_but_not_on_the_devices():
     one = packed_rows()
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
-    whole = draw_kept(two, random_of(4), 0.4)
-    parts = [draw_kept(one, random_of(2, device=device), 0.4) for device in (0, 1)]
+    whole = cut_copy(two, random_of(4), 0.4)
+    parts = [cut_copy(one, random_of(2, device=device), 0.4) for device in (0, 1)]
+    other_step = cut_copy(two, random_of(4, step=1), 0.4)
     for number, side in enumerate(whole):
-        np.testing.assert_array_equal(side, jnp.concatenate([part[number] for part in parts]))
-        assert (side[:2] != side[2:]).any()
-        assert (side != draw_kept(two, random_of(4, step=1), 0.4)[number]).any()
+        joined = jnp.concatenate([part[number].ids for part in parts])
+        np.testing.assert_array_equal(side.ids, joined)
+        assert (side.ids[:2] != side.ids[2:]).any()
+        assert (side.ids != other_step[number].ids).any()
 
 
 def test_simcut_and_r_drop_exclude_each_other():
     with pytest.raises(ValueError, match=r"only one of them can be above 0; got 3.0 and 5.0"):
         dataclasses.replace(TRAINING, r_drop=5.0)
-
-
-class Bigram(nn.Module):
-    """A model without an argument for embeddings that are cut."""
-
-    def setup(self):
-        self.table = nn.Embed(13, 13)
-
-    def hidden_states(self, batch):
-        return self.table(batch.target.ids)
-
-    def logits(self, x):
-        return x
-
-
-def test_a_model_that_cannot_cut_embeddings_is_refused():
-    config = Config(model=CONFIG, training=TRAINING)
-    step, state = make_train_step(Bigram(), config), init_state(Bigram(), config)
-    batch = jax.tree.map(lambda x: x[:, None, None], packed_rows())
-    with pytest.raises(ValueError, match=r"argument `kept`.*Bigram does not take it"):
-        step(state, batch)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.kernels.backend import compute_dtype
@@ -11,7 +11,7 @@ from flaxformer_min.kernels.linear import linear
 from flaxformer_min.model.dropout import Dropout, Rows
 from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
-from flaxformer_min.tokens import Tokens
+from flaxformer_min.tokens import CUT, Tokens
 
 TIED_TABLES = {"shared": "embedding", "target_tied": "target_embedding"}
 """Parameters that are embeddings and output projection, by `config.embeddings`."""
@@ -35,20 +35,16 @@ class Embedding(nn.Module):
         self.positional_encoding = PositionalEncoding(self.config, self.position_function)
         self.dropout = Dropout(self.config.dropout)
 
-    def __call__(
-        self, tokens: Tokens, rows: Rows = None, kept: Bool[Array, "batch length"] | None = None
-    ) -> Float[Array, "batch length d_model"]:
+    def __call__(self, tokens: Tokens, rows: Rows = None) -> Float[Array, "batch length d_model"]:
         """Return √d_model times each token's vector plus its positional encoding, with dropout.
 
-        Where `kept` is False the vector is zero, and the positional encoding remains (SimCut).
+        The vector of CUT is zero.
         Raises ValueError for an id outside the vocabulary; inside jit, the nearest one is taken.
         """
         config = self.config
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
-        if kept is not None:
-            x = jnp.where(kept[:, :, None], x, 0.0)
-        x += self.positional_encoding(tokens)
+        x = jnp.where((tokens.ids == CUT)[..., None], 0.0, x) + self.positional_encoding(tokens)
         return self.dropout(x.astype(compute_dtype(config.dtype)), rows)
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
@@ -62,6 +58,7 @@ def _check_ids(ids: Int[Array, "batch length"], vocab_size: int) -> None:
     if isinstance(ids, jax.core.Tracer) or not ids.size:
         return
     ids = jax.device_get(ids)  # inside jit, arithmetic on a constant is traced, too
+    ids = ids[ids != CUT]
     least, greatest = int(ids.min()), int(ids.max())
     if least < 0 or greatest >= vocab_size:
         raise ValueError(

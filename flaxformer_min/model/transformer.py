@@ -26,7 +26,7 @@ positional encoding   positional encoding     (3.5)
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.kernels.key_value import KeyValue
@@ -38,16 +38,7 @@ from flaxformer_min.model.encoder import Encoder, EncoderLayer
 from flaxformer_min.model.masks import batched_look_ahead_mask, batched_segment_mask
 from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionFunction
-from flaxformer_min.tokens import (
-    ALL_KEPT,
-    BOS,
-    Batch,
-    Kept,
-    Places,
-    Tokens,
-    one_sentence_per_row,
-    shift_right,
-)
+from flaxformer_min.tokens import BOS, Batch, Places, Tokens, one_sentence_per_row, shift_right
 
 
 class Transformer(nn.Module):
@@ -94,16 +85,14 @@ class Transformer(nn.Module):
         return self.logits(self.hidden_states(batch))
 
     def hidden_states(
-        self, batch: Batch, rows: Rows = None, kept: Kept = ALL_KEPT
+        self, batch: Batch, rows: Rows = None
     ) -> Float[Array, "batch target d_model"]:
         """Return the decoder's output for every target token (teacher forcing).
 
-        rows: numbers of the rows, by which dropout draws its masks.
-        kept: which inputs of encoder and decoder keep their embedding.
+        `rows` are the numbers of the rows, by which dropout draws its masks.
         """
-        encoded = self.encode(batch.source, rows, kept.source)
-        cross = self.precompute_cross_attention(encoded, batch.source)
-        x, _ = self._decode_all(shift_right(batch.target), cross, rows, kept.target)
+        cross = self.precompute_cross_attention(self.encode(batch.source, rows), batch.source)
+        x, _ = self._decode_all(shift_right(batch.target), cross, rows)
         return x
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
@@ -113,12 +102,10 @@ class Transformer(nn.Module):
             return logits
         return logits + self.output_bias.reshape(*[1] * (x.ndim - 1), -1)
 
-    def encode(
-        self, source: Tokens, rows: Rows = None, kept: Bool[Array, "batch source"] | None = None
-    ) -> Float[Array, "batch source d_model"]:
-        """Return the encoder's output; `rows` and `kept` as for `hidden_states`."""
+    def encode(self, source: Tokens, rows: Rows = None) -> Float[Array, "batch source d_model"]:
+        """Return the encoder's output; `rows` as for `hidden_states`."""
         mask = batched_segment_mask(source.segments, source.segments)
-        x = self.embed_source(source, rows, kept)
+        x = self.embed_source(source, rows)
         return self.encoder(x, mask, Places(source.positions, rows))
 
     def precompute_cross_attention(
@@ -186,17 +173,13 @@ class Transformer(nn.Module):
         return self.logits(x), Cache(self_attention_kv, visible, cache.positions + 1)
 
     def _decode_all(
-        self,
-        target: Tokens,
-        cross: CrossAttentionCache,
-        rows: Rows = None,
-        kept: Bool[Array, "batch target"] | None = None,
+        self, target: Tokens, cross: CrossAttentionCache, rows: Rows = None
     ) -> tuple[Float[Array, "batch target d_model"], tuple[KeyValue, ...]]:
         """Run the decoder over all target tokens at once, under the look-ahead mask."""
         self_mask = batched_segment_mask(target.segments, target.segments)
         self_mask &= batched_look_ahead_mask(target.positions, target.positions)
         cross_mask = batched_segment_mask(target.segments, cross.segments)
-        x, places = self.embed_target(target, rows, kept), Places(target.positions, rows)
+        x, places = self.embed_target(target, rows), Places(target.positions, rows)
         return self.decoder(x, cross.keys_values, self_mask, cross_mask, places)
 
 

@@ -18,7 +18,7 @@ from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.kernels.dropout import keep_mask
 from flaxformer_min.system.devices import replicated
 from flaxformer_min.system.generator import GENERATOR
-from flaxformer_min.tokens import EOS, Batch, Kept, Tokens
+from flaxformer_min.tokens import CUT, EOS, Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import averaged_params, complete_optimizer
 from flaxformer_min.training.schedule import learning_rate
@@ -136,33 +136,26 @@ def randomness(
 
 
 def _hidden_states(
-    model: nn.Module, params: Params, batch: Batch, random: Randomness, kept: Kept | None
+    model: nn.Module, params: Params, batch: Batch, random: Randomness
 ) -> Float[Array, "rows target d_model"]:
-    """Call `hidden_states`, which may take the numbers of the rows, too, and what SimCut keeps."""
-    taken = inspect.signature(model.hidden_states).parameters
-    if kept is not None and "kept" not in taken:
-        raise ValueError(
-            "training.simcut needs a model whose hidden_states takes the argument `kept`, the "
-            f"embeddings that are not zeroed; {type(model).__name__} does not take it. See "
-            "docs/extending.md, or set training.simcut to 0."
-        )
-    options = {"rows": random.rows} if "rows" in taken else {}
-    options |= {} if kept is None else {"kept": kept}
+    """Call `hidden_states`, which may take the numbers of the rows, too."""
+    takes_rows = "rows" in inspect.signature(model.hidden_states).parameters
+    arguments = (batch, random.rows) if takes_rows else (batch,)
     variables = {"params": params}
-    return model.apply(variables, batch, **options, method="hidden_states", rngs=random.rngs)
+    return model.apply(variables, *arguments, method="hidden_states", rngs=random.rngs)
 
 
-def draw_kept(batch: Batch, random: Randomness, share: float) -> Kept:
-    """Return which embeddings SimCut keeps: each is zeroed with probability `share`.
+def cut_copy(batch: Batch, random: Randomness, share: float) -> Batch:
+    """Return the batch with CUT in place of ids, each with probability `share` (SimCut).
 
-    As in the paper's code, EOS of the source and BOS of the target always keep theirs.
+    As in the paper's code, EOS of the source and BOS of the target remain.
     """
-    keys = jax.random.split(random.rngs["dropout"])
     source, target = (
-        keep_mask(key, share, side.ids.shape, random.rows)
-        for key, side in zip(keys, batch, strict=True)
+        jnp.where(keep_mask(key, share, side.ids.shape, random.rows), side.ids, CUT)
+        for key, side in zip(jax.random.split(random.rngs["dropout"]), batch, strict=True)
     )
-    return Kept(source | (batch.source.ids == EOS), target | (batch.target.positions == 0))
+    source = jnp.where(batch.source.ids == EOS, EOS, source)
+    return Batch(batch.source._replace(ids=source), batch.target._replace(ids=target))
 
 
 def gradient_sums(
@@ -174,17 +167,15 @@ def gradient_sums(
     token_loss: TokenLoss | None = None,
 ) -> tuple[Params, Sums]:
     """Return the gradient of the loss summed over the tokens of `batch`, and the sums."""
-    inputs, kept = batch, None
+    inputs = batch
     if config.r_drop or config.simcut:  # each row twice, under two masks
-        if config.simcut:
-            kept = draw_kept(batch, random, config.simcut_share)
-            kept = jax.tree.map(lambda x: jnp.concatenate([jnp.ones_like(x), x]), kept)
-        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+        second = cut_copy(batch, random, config.simcut_share) if config.simcut else batch
+        inputs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), batch, second)
         random = random._replace(rows=jnp.concatenate([random.rows, -1 - random.rows]))
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
         variables, target = {"params": params}, batch.target
-        hidden_states = _hidden_states(model, params, inputs, random, kept)
+        hidden_states = _hidden_states(model, params, inputs, random)
         with jax.named_scope("loss"):
             sums = sum_over_tokens(
                 partial(model.apply, variables, method="logits"),
