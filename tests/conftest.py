@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiled as quickly as possible: most of the time of these tests is compilation.
@@ -38,12 +39,31 @@ install_import_hook(
 
 @pytest.fixture(autouse=True, scope="module")
 def memory_is_given_back():
-    """Compiled programs of one file are of no use to the next: together they take gigabytes."""
+    """Compiled programs of one file are of little use to the next: together they take gigabytes."""
     yield
+    if sys.platform == "linux" and resident_bytes() < MOST_BYTES:
+        return
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":  # glibc keeps what compilation freed
         ctypes.CDLL(None).malloc_trim(0)
+
+
+MOST_BYTES = 1_500_000_000
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def programs_are_shared():
+    """Jobs of equal settings have one program: tracing it takes longer than their steps."""
+    from training_jobs import shared_programs
+
+    with shared_programs():
+        yield
 
 
 @pytest.fixture

@@ -278,6 +278,13 @@ ERRORS = [
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
+    ("inspect text:{corpus} --languages en-ko --samples -1", "--samples: must be .* at least 0"),
+    (
+        "inspect text:{corpus} --languages en-ko --write {missing}",
+        "belong together:.* got only --write",
+    ),
+    ("inspect text:{corpus} --languages en-ko --drop empty", "belong together:.* got only --drop"),
+    ("inspect text:{corpus} --write {missing} --drop number", "kinds of empty, .* got 'number'"),
     ("evaluate {run} --corpus text:{corpus} --split nope", "nope.*--corpus names another corpus"),
     ("evaluate {run}", "read only if you name it, .* Give --corpus text:.*corpus, or --source"),
     ("evaluate {run} --source {one} --reference {one} --corpus cldr:en-ko", "--corpus has its own"),
@@ -425,18 +432,23 @@ GARBAGE = {
 }
 
 
+READERS = [
+    "translate {run} --input {tmp}/garbage --output {tmp}/out",
+    "translate {run} --input {one} --prefix-file {tmp}/garbage",
+    "score {run} {one} {tmp}/garbage",
+    "evaluate {run} --source {tmp}/garbage --reference {one}",
+    "evaluate {run} --source {one} --reference {tmp}/garbage",
+]
+
+
 @pytest.mark.parametrize(
-    "line",
+    "line, content, message",
     [
-        "translate {run}",
-        "translate {run} --input {tmp}/garbage --output {tmp}/out",
-        "translate {run} --input {one} --prefix-file {tmp}/garbage",
-        "score {run} {one} {tmp}/garbage",
-        "evaluate {run} --source {tmp}/garbage --reference {one}",
-        "evaluate {run} --source {one} --reference {tmp}/garbage",
+        *(("translate {run}", *each) for each in GARBAGE.values()),
+        *((line, *GARBAGE["UTF-16"]) for line in READERS),
     ],
+    ids=[*GARBAGE, *READERS],
 )
-@pytest.mark.parametrize("content, message", GARBAGE.values(), ids=GARBAGE)
 def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     call, mirror, tmp_path, line, content, message
 ):

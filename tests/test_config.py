@@ -78,7 +78,7 @@ SPECIAL[("training", "simcut")] = CUT
 @pytest.mark.parametrize(
     "config",
     [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED, CUT],
-    ids=["defaults", "others", "fused", "learned", "biased"],
+    ids=["defaults", "others", "fused", "learned", "biased", "cut"],
 )
 def test_a_config_survives_the_round_trip_through_json(config):
     """Nothing is lost, even if no setting has its default."""

@@ -43,6 +43,8 @@ from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import init_state, make_eval_step, make_train_step
 
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
+
 WORDS = "one two three four five six".split()
 
 

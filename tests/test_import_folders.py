@@ -16,7 +16,7 @@ from marian_models import (
     train_spm,
     write_model,
 )
-from tiny_run import make_tiny_run
+from tiny_run import make_marian_model
 
 import flaxformer_min
 from flaxformer_min.cli import main
@@ -162,9 +162,7 @@ def replace(path, kind):
 @pytest.fixture
 def hugging_face(tmp_path):
     """A folder of Hugging Face, as an export writes it."""
-    run = make_tiny_run(tmp_path / "own", positional_encoding="halves")
-    flaxformer_min.export(run, tmp_path / "model", format="marian")
-    return tmp_path / "model"
+    return make_marian_model(tmp_path / "model")
 
 
 def update(path, **changes):

@@ -89,10 +89,10 @@ def forbidden_imports(source, name):
             yield module
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_from_the_floors_below(path):
+def test_a_module_imports_only_from_the_floors_below():
     """Figure 1 is a library of its own; training and decoding are independent of one another."""
-    assert list(forbidden_imports(path.read_text(), name_of(path))) == []
+    found = {path: list(forbidden_imports(path.read_text(), name_of(path))) for path in MODULES}
+    assert not {path: imports for path, imports in found.items() if imports}
 
 
 def test_every_part_of_the_package_has_its_floor():
@@ -169,10 +169,10 @@ def too_long_functions(source):
                 yield f"{node.name}: {count} lines"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_function_is_longer_than_forty_lines(path):
+def test_no_function_is_longer_than_forty_lines():
     """A longer one has more than one idea; its documentation may be as long as it needs."""
-    assert list(too_long_functions(path.read_text())) == []
+    found = {path: list(too_long_functions(path.read_text())) for path in MODULES}
+    assert not {path: functions for path, functions in found.items() if functions}
 
 
 def test_a_function_of_forty_one_lines_is_found():
@@ -185,24 +185,21 @@ def test_a_function_of_forty_one_lines_is_found():
     assert list(too_long_functions(head + inner)) == ["f: 42 lines", "g: 41 lines"]
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path not in TABLES], ids=name_of)
-def test_no_file_is_longer_than_four_hundred_lines(path):
-    assert len(path.read_text().splitlines()) <= FILE_LINES
+def test_no_file_is_longer_than_four_hundred_lines():
+    """And the script beside the package is only an entry point."""
+    lengths = {path: len(path.read_text().splitlines()) for path in MODULES if path not in TABLES}
+    assert not {path: lines for path, lines in lengths.items() if lines > FILE_LINES}
+    assert len((PACKAGE.parent / "train.py").read_text().splitlines()) <= SCRIPT_LINES
 
 
-def test_the_script_beside_the_package_is_only_an_entry_point():
-    script = PACKAGE.parent / "train.py"
-    assert len(script.read_text().splitlines()) <= SCRIPT_LINES
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "model").glob("*.py")), ids=name_of)
-def test_a_box_of_figure_1_is_read_in_two_screens(path):
+def test_a_box_of_figure_1_is_read_in_two_screens():
     """Without its docstring: the longest of them draws the figure."""
-    source = path.read_text()
-    tree, lines = ast.parse(source), len(source.splitlines())
-    if ast.get_docstring(tree) is not None:
-        lines -= tree.body[0].end_lineno
-    assert lines <= MODEL_LINES
+    for path in (PACKAGE / "model").glob("*.py"):
+        source = path.read_text()
+        tree, lines = ast.parse(source), len(source.splitlines())
+        if ast.get_docstring(tree) is not None:
+            lines -= tree.body[0].end_lineno
+        assert lines <= MODEL_LINES, path
 
 
 def run_python(program):

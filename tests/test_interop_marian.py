@@ -16,7 +16,7 @@ import pytest
 from make_golden_run import EXPECTED, GOLDEN
 from reversing_run import reversed_pairs, train_reversing_run
 from sentencepiece import sentencepiece_model_pb2
-from tiny_run import LINES, make_tiny_run
+from tiny_run import LINES, make_marian_model, make_tiny_run
 
 import flaxformer_min
 from flaxformer_min.config import ModelConfig, SearchConfig
@@ -84,9 +84,7 @@ def test_a_model_that_marian_cannot_express_is_refused(tmp_path, settings, messa
 @pytest.fixture
 def marian(tmp_path):
     """A folder as an export writes it."""
-    run = make_tiny_run(tmp_path / "run", positional_encoding="halves")
-    flaxformer_min.export(run, tmp_path / "marian", format="marian")
-    return tmp_path / "marian"
+    return make_marian_model(tmp_path / "marian")
 
 
 def rewrite(path, **changes):

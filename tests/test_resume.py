@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 from training_jobs import (
     changed,
     make_initial_state,
-    shared_programs,
     small_config,
     stopped_after,
 )
@@ -33,11 +32,7 @@ from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training_jobs import changed, shared_programs, small_config, stopped_after, watched_steps
+from tiny_run import make_tiny_run
+from training_jobs import changed, small_config, stopped_after, watched_steps
 
 from benchmarks.crash import differences, newest, write_corpus
 from flaxformer_min.cli.train import read_arguments
@@ -27,11 +28,7 @@ from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.training.metrics import read_metrics
 from flaxformer_min.training.step import TrainState
 
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture
@@ -222,14 +219,14 @@ def test_a_run_begins_from_one_of_the_same_model_only(config, tmp_path):
 
 def test_a_run_begins_from_one_with_learned_positions_for_rows_of_its_own(config, tmp_path):
     """They are as many as a row has tokens, which here is not the default."""
-    learned = changed(config, "model", positional_encoding="learned", max_positions=24)
-    former = tmp_path / "former"
-    train(with_steps(learned, 1), former)
-    beginning = changed(with_steps(learned, 1), "training", init_from=str(former))
-    assert train(beginning, tmp_path / "run").step == 1
+    learned = {"positional_encoding": "learned", "max_positions": 24, "vocab_size": 284}
+    former = make_tiny_run(tmp_path / "former", data=config.data, **learned)
+    beginning = with_steps(changed(config, "model", **learned), 1, init_from=str(former))
+    prepared = prepare(RunFolder(tmp_path / "run"), beginning)
+    assert prepared.tokenizers == RunFolder(former).tokenizers()
     plain = with_steps(config, 1, init_from=str(former))
-    with pytest.raises(ValueError, match=r"model.max_positions: 24 in the run, 0 now"):
-        train(plain, tmp_path / "plain")
+    with pytest.raises(ValueError, match="model.max_positions: 24 in the run, 0 now"):
+        prepare(RunFolder(tmp_path / "plain"), plain)
 
 
 SEPARATE = {"embeddings": "separate", "source_vocab_size": 280}

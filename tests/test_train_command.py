@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training_jobs import shared_programs, watched_steps, write_config
+from training_jobs import watched_steps, write_config
 
 from benchmarks.crash import newest
 from flaxformer_min import cli
@@ -26,11 +26,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.experiment import run
 from flaxformer_min.training.metrics import read_metrics
 
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture

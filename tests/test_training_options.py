@@ -474,7 +474,7 @@ def worse_from_step_to_step(validator, params, step):
         ("loss", {"validation_sentences": 3, "beam_size": 2}, True),
     ],
 )
-@pytest.mark.usefixtures("nothing_is_learned")
+@pytest.mark.usefixtures("programs_are_shared", "nothing_is_learned")
 def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
     tmp_path, monkeypatch, caplog, best_by, changes, counts
 ):

@@ -1,6 +1,10 @@
 """Makes a run folder as training leaves it, in a second: real tokenizers, random parameters."""
 
+import functools
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -29,23 +33,34 @@ def random_params(config: ModelConfig, seed: int = 0):
     )
 
 
-def make_tiny_run(
-    folder: str | Path,
+def make_tiny_run(folder: str | Path, *, lines: list[str] = LINES, **options) -> Path:
+    """Make the run and return its folder: a copy of the one that `_make_once` has made.
+
+    lines:   the training text of the tokenizers; equal lines give equal vocabularies.
+    options: the other arguments of `_make_once`.
+    """
+    made = _make_once(tuple(lines), **options)
+    folder = RunFolder(folder).path
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _make_once(
+    lines: tuple[str, ...],
     *,
     seed: int = 0,
     steps: tuple[int, ...] = (1,),
-    lines: list[str] = LINES,
     separate: bool = False,
     continues: bool = False,
     data: DataConfig | None = None,
     decoding: SearchConfig | None = None,
     **settings,
 ) -> Path:
-    """Make the run and return its folder.
+    """Make a run once a process and return its folder, which must stay as it is.
 
     seed:      of the parameters; each of `steps` gets different ones.
     steps:     of the checkpoints; empty for a run without any.
-    lines:     the training text of the tokenizers; equal lines give equal vocabularies.
     separate:  two vocabularies, the target's from the reversed lines.
     continues: its checkpoints record where in the text training continues.
     settings:  of the model, in place of those of a very small one.
@@ -75,7 +90,7 @@ def make_tiny_run(
         if separate:
             train_tokenizer([line[::-1] for line in lines], model.vocab_size, target, **rule)
 
-    run = RunFolder(folder)
+    run = RunFolder(tempfile.mkdtemp(dir=os.environ.get("FLAXFORMER_TEST_CACHE")))
     tokenizers = run.begin(config, make_tokenizers)
     checkpoints = run.open_checkpoints(config) if steps else None
     for step in steps:
@@ -85,6 +100,20 @@ def make_tiny_run(
     if checkpoints is not None:
         checkpoints.close()
     return run.path
+
+
+def make_marian_model(folder: Path) -> Path:
+    """Make a model of Hugging Face's Marian, as an export of a tiny run writes it."""
+    return Path(shutil.copytree(_export_once(), folder))
+
+
+@functools.cache
+def _export_once() -> Path:
+    folder = Path(tempfile.mkdtemp(dir=os.environ.get("FLAXFORMER_TEST_CACHE")))
+    flaxformer_min.export(
+        _make_once(tuple(LINES), positional_encoding="halves"), folder, format="marian"
+    )
+    return folder
 
 
 TAGGED = [">>deu<< the red house", ">>fra<< nine doors", "the >>deu<< house", ">>deu<<", " "]

@@ -19,13 +19,13 @@ from flaxformer_min.cli.lines import (
 )
 from flaxformer_min.cli.options import SHOWN, load
 from flaxformer_min.cli.speed import Speed
-from flaxformer_min.evaluation import perplexity
+from flaxformer_min.evaluation import better_tokenizer, perplexity
+from flaxformer_min.languages import parse_languages
 
 
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
     from flaxformer_min import evaluation
-    from flaxformer_min.languages import parse_languages
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as output:
         data, languages, pairs = _test_set(args)
@@ -169,6 +169,9 @@ def _report(
         for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
     ]
     chosen = "as requested" if args.tokenize else f"the default of {report['languages']}"
+    target = parse_languages(report["languages"])[1] if report["languages"] else ""
+    if not args.tokenize and (hint := better_tokenizer(target)):
+        chosen += f"; {hint}"
     if not report["languages"] and not args.tokenize:
         chosen = "by the references, as the run has no languages: name them with --languages"
     return [
