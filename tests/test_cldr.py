@@ -176,7 +176,7 @@ def test_phrases_do_not_depend_on_the_process():
     assert done.stdout == f"{here}\n"
 
 
-@pytest.mark.parametrize("pair", ["ko-en", "pt_BR-ja", "ru-ar", "de-zh_Hant", "he-fi"])
+@pytest.mark.parametrize("pair", ["pt_BR-ja", "ru-ar", "he-zh_Hant"])
 def test_any_two_locales_make_a_corpus(small, pair):
     found = cldr.phrases(*pair.split("-"), "train")
     assert len(found) == 900

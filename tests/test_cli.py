@@ -1,6 +1,5 @@
 """The command line: lines in, lines out, one sentence for every error."""
 
-import argparse
 import bz2
 import contextlib
 import gzip
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from test_docs import options_of
 from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
@@ -120,54 +120,10 @@ def call(paths, capfd, monkeypatch, tmp_path):
 # What is typed
 
 
-def test_help_imports_nothing_heavy():
-    """No jax, no numpy: nothing that takes a second to import."""
-    heavy = "{'jax', 'flax', 'numpy', 'orbax', 'sentencepiece'}"
-    code = (
-        "import sys, flaxformer_min.cli as cli\n"
-        "try: cli.main(['translate', '--help'])\n"
-        f"except SystemExit: assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--beam-size" in done.stdout
-
-
-def test_the_version_names_jax_and_python_and_imports_nothing_heavy():
-    """What a report of a bug needs."""
-    code = (
-        "import sys, flaxformer_min.cli as cli\n"
-        "try: cli.main(['--version'])\n"
-        "except SystemExit as end: assert not end.code and 'jax' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    numbers = r"flaxformer-min [0-9.]+, jax [0-9.]+\S*, Python [0-9.]+\S*\n"
-    assert re.fullmatch(numbers, done.stdout)
-    assert "--version" in make_parser().format_help()
-
-
-def options_of(parser, command="flaxformer-min"):
-    """Yield (command, option) of all commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                yield from options_of(inner, f"{command} {name}")
-        elif action.option_strings and not {"--help", "--version"} & {*action.option_strings}:
-            yield command, action
-
-
-OPTIONS = list(options_of(make_parser()))
-
-
-@pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
-def test_every_option_has_a_default_in_its_help_and_is_documented_and_tested(command, option):
-    documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
-    name = option.option_strings[0]
-    assert "default" in option.help
-    section = re.split("\n##+ ", documentation.split(f"\n## `{command.split()[1]}`")[1])[0]
-    assert f"`{name}" in section
-    assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text())
+def test_every_option_has_a_test():
+    """That each is documented with its default: see test_docs.py."""
+    for name in {name for _, option in options_of(make_parser()) for name in option.option_strings}:
+        assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text()), name
 
 
 @pytest.mark.parametrize(

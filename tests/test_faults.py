@@ -407,16 +407,13 @@ def test_an_edited_setting_of_the_model_is_an_error_that_names_it(copied, settin
 @pytest.mark.usefixtures("programs_are_shared")
 def test_an_edited_setting_of_training_is_an_error_that_names_it(tmp_path):
     """The text alone may have moved, and whoever translates needs no settings of training."""
-    config, run = small_config(tmp_path, steps=2), tmp_path / "run"
-    train(config, run)
-    for setting, value in (("clip_norm", 0.9), ("ema_decay", 0.5), ("learning_rate_scale", 3.0)):
-        rewrite_config(run, "training", **{setting: value})
-        named = f"training.{setting}: .* in the checkpoint, {value} in"
-        with pytest.raises(ValueError, match=named):
-            train(RunFolder(run).config(), run)
-        assert RunFolder(run).params().step == 2
-        rewrite_config(run, "training", **{setting: getattr(config.training, setting)})
-    assert train(RunFolder(run).config(), run).step == 2
+    run = train(small_config(tmp_path, steps=2), tmp_path / "run").run
+    rewrite_config(run.path, "training", clip_norm=0.9)
+    with pytest.raises(ValueError, match="training.clip_norm: .* in the checkpoint, 0.9 in"):
+        train(run.config(), run.path)
+    assert run.params().step == 2
+    rewrite_config(run.path, "training", clip_norm=None)
+    assert train(run.config(), run.path).step == 2
 
 
 @pytest.mark.parametrize("setting, value", [("dropout", 0.3), ("dtype", "bfloat16")])

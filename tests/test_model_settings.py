@@ -59,7 +59,7 @@ def test_a_bias_is_added_to_tied_logits(embeddings):
     plain = {name: values for name, values in params.items() if name != "output_bias"}
     without = Transformer(ModelConfig(**SIZES, embeddings=embeddings))
     logits = tiny.forward({"params": {**plain, "output_bias": bias}}, tiny.batch)
-    expected = without.apply({"params": plain}, tiny.batch) + bias[None, None, :]
+    expected = jax.jit(without.apply)({"params": plain}, tiny.batch) + bias[None, None, :]
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    initial = tiny.model.init(jax.random.key(0), tiny.batch)["params"]["output_bias"]
+    initial = jax.jit(tiny.model.init)(jax.random.key(0), tiny.batch)["params"]["output_bias"]
     assert not initial.any()

@@ -256,6 +256,7 @@ def test_a_letter_to_copy_is_one_token_and_the_longest_text_fills_a_row(tmp_path
     assert (min(lengths), max(lengths)) == (6, 61)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, products", [
     # The input's product of the first token overlaps the state's; then the source, the choice of
     # the sentence's vector, the target, and two products of the output.
@@ -274,6 +275,7 @@ def test_the_longest_chain_is_what_the_formulas_count(model, products):
     assert [predecessors_measure.chain_of(module, n) for n in (4, 9)] == [products(4), products(9)]
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_gradient_is_that_of_small_changes(drawn):
     """Of each number of a source token's embedding, by differences; later targets see more."""
     model, params = drawn

@@ -143,7 +143,7 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
 
 def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
-    combinations = ((0.0, 0.0), (0.0, 1.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))
+    combinations = ((0.0, 0.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))
     batch = two_rows()
     state = TrainState(jnp.int32(0), None, None, jax.random.key(1))
     random = randomness(state, 0, 0, len(batch.target.ids), TrainingConfig())
@@ -155,7 +155,7 @@ def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     _, first = averaging_learner
     together = jax.jit(lambda params: [loss(params, *each) for each in combinations])
     losses = dict(zip(combinations, map(float, together(first.params)), strict=True))
-    assert losses[0.0, 1.0] == losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
+    assert losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
     assert losses[0.4, 5.0] > losses[0.4, 1.0] + 0.1
 
 

@@ -677,8 +677,10 @@ LEARNED = {
 LEARNED["target_tied"] = LEARNED["separate"]
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "halves", "none", "learned"])
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize(
+    "norm, positions",
+    [("post", "interleaved"), ("pre", "halves"), ("post", "none"), ("pre", "learned")],
+)
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)
 def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm, positions):
     """Figure 1: checkpoints and converters depend on them; a change needs a new FORMAT_VERSION."""
@@ -739,12 +741,12 @@ def test_a_long_row_is_encoded_alike_whether_its_weights_are_returned_or_not():
 
 
 def test_the_padding_of_a_prefix_costs_nothing_even_where_it_is_impossible():
-    config = ModelConfig(11, num_layers=1, d_model=8, d_ff=8, num_heads=2, output_bias=True)
-    model = Transformer(config)
-    params = model.init(jax.random.key(0), Batch(SOURCE, SOURCE))["params"]
-    params = {**params, "output_bias": jnp.zeros(11).at[0].set(-jnp.inf)}
-    apply = partial(model.apply, {"params": params})
-    cross = apply(apply(SOURCE, method="encode"), SOURCE, method="precompute_cross_attention")
-    _, log_probs = apply(cross, 1, 1, PREFIXES[0], method="prefill")
+    config = ModelConfig(**{**TINY, "num_layers": 1, "output_bias": True})
+    made = reference.tiny(config)
+    bias = jnp.where(jnp.arange(11) == 0, -jnp.inf, 0.0)
+    params = {"params": {**made.params["params"], "output_bias": bias}}
+    cross = cross_attention_cache(SimpleNamespace(model=made.model, params=params))
+    prefill = partial(made.model.apply, params, method="prefill")
+    _, log_probs = jax.jit(prefill, static_argnums=(1, 2))(cross, 1, 1, PREFIXES[0])
     assert np.isfinite(log_probs).all()
     assert_array_equal(np.asarray(log_probs)[1], [0, 0, 0])
