@@ -29,7 +29,8 @@ class DataConfig:
 
     corpus: str = setting("cldr:en-ko")
     """`cldr:en-ko` (embedded; any two CLDR locales), `text:DIR` (train.en, train.de, ..., or
-    train.tsv; also compressed) or `tfds:wmt14_translate/de-en` (any dataset of tfds)."""
+    train.tsv; also compressed) or `tfds:wmt14_translate/de-en` (any dataset of tfds). Or several,
+    as `text:DIR,text:OTHER*3`: pairs of the second are read three times in each epoch."""
 
     languages: str = setting("")
     """Source and target, as in `en-de`, `en-zh-CN` or `en:pt-br`. Empty: the corpus's own."""
@@ -120,6 +121,9 @@ class ModelConfig:
     norm: Literal["post", "pre"] = setting("post")
     """Layer norm after each residual sum (the paper), or before each sub-layer and at the end."""
 
+    final_norm: bool = setting(True)
+    """Of norm="pre": the norm at the end of each stack, which some imported models lack."""
+
     norm_epsilon: float = setting(1e-6, more_than=0)
     """Added to the variance in each layer norm."""
 
@@ -163,6 +167,11 @@ class ModelConfig:
         """The number of layers in the decoder."""
         return self.num_decoder_layers or self.num_layers
 
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether a layer norm follows each stack of layers."""
+        return self.norm == "pre" and self.final_norm
+
     def __post_init__(self):
         """Validate types, ranges and combinations."""
         check_fields(self, "model")
@@ -205,6 +214,14 @@ class TrainingConfig:
     """Above 0: run each batch twice with different dropout, and add the symmetric KL divergence of
     the two predictions to the loss, with this weight (R-Drop, Liang et al. 2021; their α). A step
     takes twice as long."""
+
+    simcut: float = setting(0.0, at_least=0)
+    """Above 0: also run each batch with a share of its token embeddings zeroed, on both sides, and
+    add KL(whole || cut) of the two predictions to the loss, with this weight (SimCut, Gao et al.
+    2022; their α, 3 there). A step takes twice as long."""
+
+    simcut_share: float = setting(0.05, more_than=0, less_than=1)
+    """Of `simcut`: the probability that the embedding of a token is zeroed; their p_cut."""
 
     ema_decay: float = setting(0.0, at_least=0, less_than=1)
     """Above 0: decay of an exponential moving average of the parameters, which is then used to

@@ -10,6 +10,11 @@ def check_architecture(model: Any) -> None:
             "model.max_positions must be given for positional_encoding='learned', and only for "
             f"it; got {model.max_positions} with {model.positional_encoding!r}."
         )
+    if model.norm == "post" and not model.final_norm:
+        raise ValueError(
+            "model.final_norm=False is for norm='pre', because 'post' has no norm at the end; got "
+            "norm='post'. Leave it out, or choose norm='pre'."
+        )
     if model.d_model % model.num_heads:
         raise ValueError(
             "model.d_model must be a multiple of model.num_heads, so that the heads share it "
@@ -43,6 +48,12 @@ def check_training(training: Any) -> None:
             "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1"
             " above 0, because it averages at a constant rate with this weight; got "
             f"{training.cooldown_steps}, {training.ema_decay} and {training.adam_b1}."
+        )
+    if training.simcut and training.r_drop:
+        raise ValueError(
+            "training.simcut and training.r_drop each compare two predictions of a batch, and only "
+            f"one of them can be above 0; got {training.simcut} and {training.r_drop}. Set one to "
+            "0."
         )
     if training.best_by == "bleu" and not training.validation_sentences:
         raise ValueError(

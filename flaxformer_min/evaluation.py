@@ -85,19 +85,40 @@ def default_tokenize(target_language: str, references: Sequence[str] = ()) -> st
     >>> default_tokenize("de"), default_tokenize("zh_Hant_TW"), default_tokenize("th")
     ('13a', 'zh', 'char')
     """
-    from babel.core import get_global
-
     if not target_language:
         words = sum(len(text.split()) for text in references)
         characters = sum(len(UNSPACED.findall(text)) for text in references)
         return "char" if is_unspaced(words, characters) else "13a"
-    language = re.split("[-_]", target_language.lower())[0]
-    language = get_global("language_aliases").get(language, language)  # codes of three letters
-    if language in _MECAB:
-        choice, *packages = _MECAB[language]
-        if all(importlib.util.find_spec(package) for package in packages):
-            return choice
+    language = _main_language(target_language)
+    if language in _MECAB and not _missing(language):
+        return _MECAB[language][0]
     return _TOKENIZE.get(language, "13a")
+
+
+def better_tokenizer(target_language: str) -> str:
+    """Return which tokenizer would suit a language better, and how to install it; or "".
+
+    It is empty for most languages, and for Japanese and Korean where MeCab is installed.
+    """
+    language = _main_language(target_language)
+    if language not in _MECAB or not _missing(language):
+        return ""
+    return (
+        f"BLEU compares characters; with {' and '.join(_missing(language))} it compares words "
+        f"({_MECAB[language][0]}): pip install 'sacrebleu[{language}]'"
+    )
+
+
+def _main_language(code: str) -> str:
+    """Return the language of a code in two letters, if it has two: ko for kor_Hang."""
+    from babel.core import get_global
+
+    language = re.split("[-_]", code.lower())[0]
+    return get_global("language_aliases").get(language, language)
+
+
+def _missing(language: str) -> list[str]:
+    return [package for package in _MECAB[language][1:] if not importlib.util.find_spec(package)]
 
 
 def bleu(

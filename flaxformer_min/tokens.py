@@ -11,6 +11,9 @@ from jaxtyping import Array, Int
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 
+CUT = -2
+"""In place of an id that SimCut hides: its embedding is zero, its position is still read."""
+
 
 class Tokens(NamedTuple):
     """A row of tokens. Several sentences may share a row ("packing").

@@ -162,7 +162,7 @@ def transformer(p, config, source, target, encoder_reach=None):
             sub_layer = functools.partial(feed_forward, p=q["feed_forward"])
             x = add_and_norm(x, sub_layer, q["feed_forward_norm"], config.norm)
             seen[name] = x
-        return layer_norm(x, p[side]["final_norm"]) if config.norm == "pre" else x
+        return layer_norm(x, p[side]["final_norm"]) if "final_norm" in p[side] else x
 
     source_embedding = p.get("embedding", p.get("source_embedding"))
     target_embedding = p.get("embedding", p.get("target_embedding"))

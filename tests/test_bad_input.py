@@ -344,6 +344,9 @@ SETTINGS = [
      "d_model=10, num_heads=3."),
     (ModelConfig, dict(d_model=9, num_heads=3),
      "model.d_model must be even, because sines and cosines come in pairs; got 9."),
+    (ModelConfig, dict(final_norm=False),
+     "model.final_norm=False is for norm='pre', because 'post' has no norm at the end; got "
+     "norm='post'. Leave it out, or choose norm='pre'."),
     (TrainingConfig, dict(warmup_steps=0), "training.warmup_steps must be at least 1; got 0."),
     (TrainingConfig, dict(steps=1e9), "training.steps must be a whole number; got 1000000000.0."),
     (TrainingConfig, dict(adam_b2=1.0), "training.adam_b2 must be less than 1; got 1.0."),

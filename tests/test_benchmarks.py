@@ -145,3 +145,65 @@ def test_a_recurrent_model_is_trained_translates_and_is_looked_into(tmp_path, mo
     source, target = study.copies("test")[0]
     looked = study.cross_attention(study.restored(some, job), source, target)
     assert len(looked["weights"]) == len(looked["target"])
+
+
+@pytest.fixture
+def help_packages(tmp_path):
+    """Two unpacked packages of help: a page in each split, and one with all that is left out."""
+    pages = ("page 28", "page 42", "page 0")  # test, val, train; see the test
+    texts = {
+        page: [(f"Opens file {i} of {page}.", f"{page}의 파일 {i}") for i in range(9)]
+        for page in pages
+    }
+    texts["page 0"] += [
+        ("Never <b>translated</b> &lt;text&gt;.", "Never translated &lt;text&gt;."),
+        ("Only here.", None),
+        (texts["page 28"][0][0].upper(), "대문자"),  # in the test
+        texts["page 0"][0],  # a repetition
+        (
+            'Press <span class="MAC"><b>Command</b></span><span>Ctrl</span>+<br>A\n now.',
+            "Ctrl+A 누름",
+        ),
+    ]
+    for side, language in enumerate(("en-US", "ko")):
+        folder = tmp_path / language / "usr/share/libreoffice/help" / language / "text" / "calc"
+        folder.mkdir(parents=True)
+        for page, pairs in texts.items():
+            parts = [
+                f'<p id="par_id{i}" class="x">{pair[side]}</p><p>No id.</p>'
+                for i, pair in enumerate(pairs)
+                if pair[side] is not None
+            ]
+            (folder / f"{page}.html").write_text("".join(["<p id='bm_1'>No.</p>", *parts]))
+    return tmp_path / "en-US", tmp_path / "ko"
+
+
+def test_packages_of_help_become_parallel_text_and_a_model(call, help_packages, tmp_path):
+    """Paragraphs are aligned by page and id, and nothing of the test is in the training text."""
+    import libreoffice
+
+    pages = {
+        name: libreoffice.split_of(f"text/calc/{name}.html")
+        for name in ("page 28", "page 42", "page 0")
+    }
+    assert pages == {"page 28": "test", "page 42": "val", "page 0": "train"}
+    folder, run = tmp_path / "text", tmp_path / "run"
+    sizes = "--model.vocab-size", "320", "--model.num-layers", "1", "--model.d-ff", "32"
+    sizes += "--model.d-model", "16", "--model.num-heads", "2"
+    steps = "--training.steps", "1", "--training.cooldown-steps", "1", "--decoding.beam-size", "1"
+    steps += "--training.warmup-steps", "1"
+    options = *sizes, *steps, "--data.cache-dir", tmp_path, "--workdir", run
+    out = call("libreoffice", *help_packages, folder, "--train", *options)
+    for line in ("not translated: 1", "on one side only: 1", "repeated: 2", "train: 10", "test: 9"):
+        assert f"{line}\n" in out
+    assert (folder / "train.en").read_text().splitlines()[8:] == [
+        "Opens file 8 of page 0.",
+        "Press Ctrl+A now.",
+    ]
+    assert (folder / "train.ko").read_text().splitlines()[-1] == "Ctrl+A 누름"
+    assert (run / "config.json").exists()
+
+
+def test_a_folder_that_is_no_package_of_help_is_an_error(call, help_packages, tmp_path):
+    with pytest.raises(ValueError, match="must hold one unpacked package .*; it has 0 folders"):
+        call("libreoffice", tmp_path, help_packages[1], tmp_path / "text")

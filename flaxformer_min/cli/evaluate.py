@@ -19,13 +19,13 @@ from flaxformer_min.cli.lines import (
 )
 from flaxformer_min.cli.options import SHOWN, load
 from flaxformer_min.cli.speed import Speed
-from flaxformer_min.evaluation import perplexity
+from flaxformer_min.evaluation import better_tokenizer, perplexity
+from flaxformer_min.languages import parse_languages
 
 
 def evaluate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
     from flaxformer_min import evaluation
-    from flaxformer_min.languages import parse_languages
 
     with open_output(args.output) if args.output else contextlib.nullcontext() as output:
         data, languages, pairs = _test_set(args)
@@ -78,7 +78,7 @@ def _test_set(args: argparse.Namespace) -> tuple[str, str, list[tuple[str, str]]
             pairs = list(read_pairs(corpus, split, languages, data.cache_dir))
         except ValueError as error:
             where = ""
-            if corpus.startswith("tfds:"):
+            if "tfds:" in corpus:
                 where = "TFDS_DATA_DIR may name the folder of prepared datasets. "
             raise ValueError(
                 f"{error} {where}--corpus names another corpus; --source and --reference name "
@@ -112,7 +112,9 @@ def _without_text_of_skipped(
 
 def _corpus_of_run(corpus: str) -> str:
     """Return the corpus that a run names, unless it is text somewhere on this machine."""
-    if corpus.startswith("text:"):
+    from flaxformer_min.data.corpora.joined import split_corpora
+
+    if any(name.startswith("text:") for name, _ in split_corpora(corpus)):
         raise ValueError(
             "text outside of the run is read only if you name it, because a run may come from a "
             f"stranger; this one names {corpus}. Give --corpus {shlex.quote(corpus)}, or --source "
@@ -167,6 +169,9 @@ def _report(
         for run, step, mean in zip(report["runs"], report["steps"], report["means"], strict=True)
     ]
     chosen = "as requested" if args.tokenize else f"the default of {report['languages']}"
+    target = parse_languages(report["languages"])[1] if report["languages"] else ""
+    if not args.tokenize and (hint := better_tokenizer(target)):
+        chosen += f"; {hint}"
     if not report["languages"] and not args.tokenize:
         chosen = "by the references, as the run has no languages: name them with --languages"
     return [

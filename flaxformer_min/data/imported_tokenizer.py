@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from flaxformer_min.data.tokenizer import (
+    TAG,
     Tokenizer,
     check_special_ids,
     check_text,
@@ -51,6 +52,7 @@ class ImportedTokenizer(Tokenizer):
         pieces = [self._processor.id_to_piece(number) for number in range(vocab_size)]
         self._ids = {piece: number for number, piece in enumerate(pieces)}
         self.symbols = tuple(sorted(symbols_of(model), key=len, reverse=True))
+        self._tags = {*self.symbols, *filter(TAG.fullmatch, pieces)}
         self._symbols = re.compile("|".join(map(re.escape, self.symbols)) or r"(?!)")
 
     @classmethod
@@ -87,6 +89,10 @@ class ImportedTokenizer(Tokenizer):
         others = self._processor.nbest_encode(rest, nbest_size=count, out_type=str)
         encoded = [self._to_ids([*tag, *each]) for each in others]
         return [best, *(ids for ids in encoded if ids != best)][:count]
+
+    def unknown_tags(self, text: str) -> list[str]:
+        """Return what looks like a language tag or an added token of the model, but is none."""
+        return [tag for tag in TAG.findall(text) if tag not in self._tags] if self._tags else []
 
     def log_probs(self) -> np.ndarray:
         """Return the unigram log-probability of each piece in nats; 0 where this side has none."""

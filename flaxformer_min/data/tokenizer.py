@@ -34,6 +34,9 @@ INVISIBLE = dict.fromkeys([0xAD, 0x2060, *range(0x202A, 0x202F), *range(0x2066, 
 They are dropped, and the break becomes a space, where a model normalizes at all.
 """
 
+TAG = re.compile(r">>[\w-]{1,40}<<|__[A-Z]+[0-9]*__")
+"""A piece of a text that looks like a symbol of some model, such as >>deu<< or __PH1__."""
+
 SPECIAL_IDS = {"PAD": PAD, "UNK": UNK, "BOS": BOS, "EOS": EOS}
 
 TRAINING = {
@@ -59,7 +62,8 @@ class Tokenizer:
     model: the bytes of a SentencePiece model file.
     where: its name in errors, such as its path.
 
-    Raises ValueError unless it is a SentencePiece model with our special ids and byte pieces.
+    Its `symbols` are the pieces that are never split. Raises ValueError unless it is a model of
+    SentencePiece with our special ids and byte pieces.
     """
 
     def __init__(self, model: bytes, where: str | Path = "the tokenizer"):
@@ -79,6 +83,7 @@ class Tokenizer:
             if processor.get_score(number) == 0
             and not (processor.is_control(number) or processor.is_byte(number))
         } - {UNK}
+        self.symbols = tuple(map(processor.id_to_piece, sorted(self._symbols)))
         self._normalizes = "\u00a0" not in processor.normalize("\u00a0")
         # No piece contains a line break, so text after one is segmented as if it were alone.
         self._after_break = len(processor.encode("\n"))
@@ -151,6 +156,11 @@ class Tokenizer:
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return the piece of each id for display: ▁ is a space, <0xEC> a byte."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    def unknown_tags(self, text: str) -> list[str]:
+        """Return what looks like a symbol but is none, if the model has symbols at all."""
+        tags = TAG.findall(text) if self.symbols else []
+        return [tag for tag in tags if tag not in self.symbols]
 
     def _visible(self, text: str) -> str:
         return text.translate(INVISIBLE) if self._normalizes and not text.isascii() else text

@@ -32,6 +32,9 @@ from flaxformer_min.tokens import EOS, Batch, one_sentence_per_row
 
 LOGGER = logging.getLogger("flaxformer_min")
 
+MOST_WARNINGS = 20
+"""Of unknown tags, by one translator."""
+
 
 class Translator:
     """One model, or an ensemble of several, with the tokenizers of both languages.
@@ -81,6 +84,7 @@ class Translator:
         self.restored: list[Restored] = []
         self._loaded_from: tuple | None = None
         self._trained: list[nn.Module] | None = None  # the models before `prepare_for_decoding`
+        self._unknown_tags: set[str] = set()
         self._attend = jax.jit(partial(self.models[0].apply, mutable=["intermediates"]))
 
     @classmethod
@@ -95,9 +99,9 @@ class Translator:
 
         Restores what `RunFolder.params` describes: the mean of the last checkpoints if one was
         kept, else the best by validation; or the checkpoint of `step`. Nothing in the folder is
-        executed. A run that was trained with `train(model=...)` needs the same `model`. `dtype` is
-        type of the layers' computations, "float32", "bfloat16" or "auto"; None: as in training.
-        On a CPU, bfloat16 applies to products with weights only.
+        executed. A run that was trained with `train(model=...)` needs the same `model`. The layers
+        compute in `dtype`, "float32", "bfloat16" or "auto"; None: as in training. On a CPU,
+        bfloat16 applies to products with weights only.
         Raises ValueError for a folder that is not a run or has no intact checkpoint, and for
         different vocabularies.
         """
@@ -194,11 +198,10 @@ class Translator:
         """Return the `n_best` translations of each line, best first.
 
         A line without text has a single, empty translation. Translations begin with `prefixes`; ""
-        is no constraint. A source of more than 1,024 tokens, or with learned positions than there
-        are of these, is truncated and logged as a warning, with its number counted from
-        `first_line`. Raises Stopped between two batches once `stop()`. Without `scores`,
-        greedy decoding computes none, and they are NaN. `settings` are those of `SearchConfig`, in
-        place of the run's own.
+        is no constraint. A source of more than 1,024 tokens is truncated, and a warning gives its
+        line number, counted from `first_line`. With learned positions, their number is the limit.
+        Raises Stopped between two batches once `stop()`. Without `scores`, greedy decoding computes
+        none, and they are NaN. `settings` are fields of `SearchConfig`; they override the run's.
         """
         _check_list("lines", lines)
         if prefixes is not None:
@@ -208,8 +211,7 @@ class Translator:
             raise ValueError(
                 f"there must be one prefix for each line; got {len(prefixes)} for {len(lines)}."
             )
-        encoded = self.source_tokenizer.encode_batch(list(lines))
-        sources = self._truncate(encoded, "line", first_line)
+        sources = self._encode_sources(lines, first_line)
         results = [[Translation("", 0.0, 0.0)] for _ in lines]
         has_text = [
             bool(line.strip()) and len(ids) > 1 for line, ids in zip(lines, sources, strict=True)
@@ -253,12 +255,9 @@ class Translator:
                 "pairs must be (source, target) each; got one that is not. For one pair, give "
                 "[(source, target)]."
             )
-        encoded = [
-            tokenizer.encode_batch([pair[side] for pair in pairs])
-            for side, tokenizer in enumerate((self.source_tokenizer, self.target_tokenizer))
-        ]
-        sources = self._truncate(encoded[0], "line", first_line)
-        targets = self._truncate(encoded[1], "target line", first_line)
+        sources = self._encode_sources([source for source, _ in pairs], first_line)
+        encoded = self.target_tokenizer.encode_batch([target for _, target in pairs])
+        targets = self._truncate(encoded, "target line", first_line)
         results: list[PairScore | None] = [None] * len(pairs)
         both = list(zip(sources, targets, strict=True))
         for batch, log_probs in self.runner.score(both, stop):
@@ -281,7 +280,7 @@ class Translator:
             raise ValueError(
                 f"attention() needs a single model; this ensemble has {len(self.models)}."
             )
-        source_ids = self._truncate(self.source_tokenizer.encode_batch([source]), "line", 1)[0]
+        source_ids = self._encode_sources([source], 1)[0]
         if target is None:
             target = self._best_text(source_ids) if source.strip() and len(source_ids) > 1 else ""
         encoded = self.target_tokenizer.encode_batch([target])
@@ -307,6 +306,25 @@ class Translator:
         results = self.runner.search({1: source}, {1: []}, config)
         found = next(found for lines, found in results if lines)  # maybe once more, with full room
         return self._to_text(found, 0, [])[0].text
+
+    def _encode_sources(self, lines: Sequence[str], first_line: int) -> list[list[int]]:
+        """Return the ids of source texts; what is cut off or looks like a symbol is warned about.
+
+        Each tag that the model does not know is warned about once, and `MOST_WARNINGS` at most.
+        """
+        encoded = self.source_tokenizer.encode_batch(list(lines))
+        unknown_tags = getattr(self.source_tokenizer, "unknown_tags", lambda text: ())
+        for number, line in enumerate(lines, first_line):
+            for tag in unknown_tags(line):
+                if tag in self._unknown_tags or len(self._unknown_tags) == MOST_WARNINGS:
+                    continue
+                self._unknown_tags.add(tag)
+                LOGGER.warning(
+                    "line %d has %s, which is no symbol of this model; it is read as other text.",
+                    number,
+                    tag,
+                )
+        return self._truncate(encoded, "line", first_line)
 
     def _truncate(self, sentences: list[list[int]], what: str, first_line: int) -> list[list[int]]:
         longest = self.runner.widths[-1]

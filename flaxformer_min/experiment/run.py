@@ -33,7 +33,6 @@ from flaxformer_min.experiment.state import init_from, restore, training_identit
 from flaxformer_min.experiment.validation import (
     Validator,
     score_test_set,
-    target_language,
     what_is_compared,
 )
 from flaxformer_min.storage.metadata import check_identity
@@ -348,7 +347,7 @@ class TrainingJob:
         if not len(pairs):
             return None
         translator = Translator.load(self.run.path, model=self.parts.model)
-        return score_test_set(translator, pairs, target_language(self.config), self.stop)
+        return score_test_set(translator, pairs, self.config, self.stop)
 
     def _newest_scores(self, scores: Mapping[str, float]) -> dict[str, float]:
         if not scores:  # no step was left: use the logged scores

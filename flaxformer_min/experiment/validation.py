@@ -15,7 +15,14 @@ from flaxformer_min.config import Config
 from flaxformer_min.data.batches import EpochBatches, shard_batch
 from flaxformer_min.data.corpora.pairs import Pairs, is_empty
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.evaluation import Evaluation, bleu, evaluate, perplexity
+from flaxformer_min.evaluation import (
+    Evaluation,
+    better_tokenizer,
+    bleu,
+    default_tokenize,
+    evaluate,
+    perplexity,
+)
 from flaxformer_min.experiment.report import format_example
 from flaxformer_min.languages import parse_languages
 from flaxformer_min.system.distributed import count, gather, index
@@ -51,6 +58,8 @@ class Validator:
         usable = [pair for pair in pairs if not is_empty(pair)] if translator else []
         size = min(config.training.validation_sentences, len(usable))
         self._sample = [usable[number * len(usable) // size] for number in range(size)]
+        if self._sample and (hint := better_tokenizer(self._language)):
+            LOGGER.info("%s.", hint)
 
     def __call__(self, params: Any, step: int) -> dict[str, float] | None:
         """Validate the parameters of a step."""
@@ -102,9 +111,11 @@ class Validator:
 
 
 def score_test_set(
-    translator: Translator, pairs: Sequence[Pair], language: str, stop: StopCheck = None
+    translator: Translator, pairs: Sequence[Pair], config: Config, stop: StopCheck = None
 ) -> Evaluation | None:
     """Translate the test pairs that have text on both sides; report the scores and examples.
+
+    The report names the step, and the score by which it was selected.
 
     Returns None if there is no such pair, or `stop()` came true in between.
     """
@@ -117,8 +128,9 @@ def score_test_set(
         translations = translator.translate(sources, stop=stop)
     except Stopped:
         return None
-    evaluation = evaluate(translations, references, target_language=language)
-    LOGGER.info("Test set:")
+    evaluation = evaluate(translations, references, target_language=target_language(config))
+    step, score = translator.restored[0].step, selecting_score(config, references)
+    LOGGER.info("Test set, with step %s, selected by %s:", f"{step:,}", score)
     for line in evaluation.lines():
         LOGGER.info("  %s", line)
     for i in range(0, len(pairs), max(len(pairs) // 5, 1)):
@@ -126,15 +138,27 @@ def score_test_set(
     return evaluation
 
 
+def selecting_score(config: Config, references: Sequence[str] = ()) -> str:
+    """Return the name of the score that selects the best checkpoint, as in `best_by`.
+
+    >>> selecting_score(Config())
+    'validation loss'
+    """
+    if config.training.best_by == "loss":
+        return "validation loss"
+    return f"validation BLEU (tok:{default_tokenize(target_language(config), references)})"
+
+
 def what_is_compared(config: Config, text: str) -> str:
     """Return what the scores that select a checkpoint are of: the digest of the validation text.
 
-    For BLEU the sentences that are translated and the options of the search follow.
+    For BLEU the sentences that are translated, its tokenizer and the options of the search follow.
     """
     if config.training.best_by != "bleu":
         return text
     settings = {**dataclasses.asdict(config.decoding), "batch_size": None}
     settings["sentences"] = config.training.validation_sentences
+    settings["tokenize"] = default_tokenize(target_language(config))
     return f"{text} {json.dumps(settings, sort_keys=True)}"
 
 

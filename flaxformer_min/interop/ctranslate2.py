@@ -50,6 +50,7 @@ def _specification(model: RunModel) -> Any:
         (config.num_layers, config.decoder_depth),
         config.num_heads,
         pre_norm=config.norm == "pre",
+        no_final_norm=not config.final_norm,
         activation=activations[config.activation],
     )
     positions = LONGEST_SOURCE + model.decoding.max_extra_tokens
@@ -78,7 +79,7 @@ def _set_stack(spec: Any, params: ParamsTree, model: RunModel) -> None:
         _set_linear(layer.ffn.linear_0, own["feed_forward"]["inner"])
         _set_linear(layer.ffn.linear_1, own["feed_forward"]["outer"])
         _set_norm(layer.ffn.layer_norm, own["feed_forward_norm"]["norm"])
-    if model.config.norm == "pre":
+    if model.config.has_final_norm:
         _set_norm(spec.layer_norm, params["final_norm"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
+from flaxformer_min.data.imported_tokenizer import LANGUAGE_TAG, ImportedTokenizer
 from flaxformer_min.decoding.batches import LONGEST_SOURCE
 from flaxformer_min.interop.marian_tensors import (
     FINAL_BIAS,
@@ -33,6 +33,12 @@ from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
 EPSILON = 1e-5
 """Of MarianMTModel's layer norms, which no setting changes."""
+
+TAGS_ARE_TEXT = (
+    "tokenizer.remove_language_code = lambda text: ([], text)"
+    "  # tags such as >>deu<< are read by the .spm\n"
+)
+"""In the recipe for own symbols: a space precedes the tag that MarianTokenizer takes off a text."""
 
 
 def write_marian(model: RunModel, folder: Path) -> None:
@@ -162,9 +168,12 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _readme(model: RunModel) -> str:
+    tokenizer = model.tokenizers[0]
+    own_symbols = () if isinstance(tokenizer, ImportedTokenizer) else tokenizer.symbols
     template = Path(__file__).with_name("marian_readme.md").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         sizes=describe(model.config),
+        tags=TAGS_ARE_TEXT if any(map(LANGUAGE_TAG.fullmatch, own_symbols)) else "",
         epsilon=model.config.norm_epsilon,
         theirs=EPSILON,
         extra=model.decoding.max_extra_tokens,

@@ -60,8 +60,12 @@ OPERATIONS = {
 }
 """Settings that are the letters of operations around layers: dropout, add, normalize."""
 
-NORMS = {("", "an", "", ""): "post", ("n", "a", "", "n"): "pre"}
-"""The place of the layer norms by the operations of `OPERATIONS`, dropout left out."""
+NORMS = {
+    ("", "an", "", ""): ("post", True),
+    ("n", "a", "", "n"): ("pre", True),
+    ("n", "a", "", ""): ("pre", False),
+}
+"""The settings `norm` and `final_norm` by the operations of `OPERATIONS`, dropout left out."""
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -146,6 +150,7 @@ def _model_config(
             f"{path}: transformer-ffn-activation must be relu or swish; got {activation!r}."
         )
     depths = [number(content, name, path) for name in ("enc-depth", "dec-depth")]
+    norm, final_norm = _norms(content, path)
     tied = not any(name.startswith("decoder_ff_logit_out_W") for name in arrays)
     shared = tied and "Wemb" in arrays
     return ModelConfig(
@@ -157,22 +162,23 @@ def _model_config(
         d_ff=number(content, "transformer-dim-ffn", path),
         num_heads=number(content, "transformer-heads", path),
         activation=activation,
-        norm=_norm(content, path),
+        norm=norm,
+        final_norm=final_norm,
         norm_epsilon=EPSILON,
         positional_encoding="halves",
         embeddings="shared" if shared else "target_tied" if tied else "separate",
     )
 
 
-def _norm(content: dict[str, Any], path: Path) -> str:
+def _norms(content: dict[str, Any], path: Path) -> tuple[str, bool]:
     """Return where the layer norms are. Raises ValueError for other places than those known."""
     found = {name: content.get(name, letters) or "" for name, letters in OPERATIONS.items()}
     operations = tuple(str(letters).replace("d", "") for letters in found.values())
     if operations not in NORMS:
         raise ValueError(
             f"{path}: transformer-preprocess, -postprocess and -postprocess-top must be '', 'dan' "
-            "and '' (post-norm), or 'n', 'da' and 'n' (pre-norm), without a norm of the embeddings;"
-            f" got {', '.join(f'{name}={letters!r}' for name, letters in found.items())}."
+            "and '' (post-norm), or 'n', 'da' and 'n' or '' (pre-norm), without a norm of the "
+            f"embeddings; got {', '.join(f'{name}={each!r}' for name, each in found.items())}."
         )
     return NORMS[operations]
 
@@ -237,7 +243,7 @@ def _names(config: ModelConfig) -> Iterator[tuple[str, str]]:
                 yield f"{layer}.fc{letter}.weight", f"{own}_ffn_W{letter}"
                 yield f"{layer}.fc{letter}.bias", f"{own}_ffn_b{letter}"
             yield from _norm_names(f"{layer}.final_layer_norm", f"{own}_ffn_ffn", config)
-        if config.norm == "pre":
+        if config.has_final_norm:
             yield f"model.{side}.layer_norm.weight", f"{side}_top_ln_scale"
             yield f"model.{side}.layer_norm.bias", f"{side}_top_ln_bias"
 

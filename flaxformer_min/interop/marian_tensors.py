@@ -51,7 +51,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
             yield from _linear(f"{name}.fc1", (*path, "feed_forward", "inner"), reads=True)
             yield from _linear(f"{name}.fc2", (*path, "feed_forward", "outer"), reads=False)
             yield from _norm(f"{name}.final_layer_norm", (*path, "feed_forward_norm", "norm"))
-        if config.norm == "pre":
+        if config.has_final_norm:
             yield from _norm(f"model.{side}.layer_norm", (side, "final_norm"))
 
 

@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
         layer = remat(self.layer_class, self.config.remat)
         self.layer = [layer(self.config) for _ in range(self.config.decoder_depth)]
-        if self.config.norm == "pre":
+        if self.config.has_final_norm:
             self.final_norm = layer_norm(self.config)
 
     def cross_attention_kv(
@@ -102,4 +102,4 @@ class Decoder(nn.Module):
             before = None if cached is None else cached[number]
             x, used = layer(x, source[number], self_mask, cross_mask, places, before, entries)
             attended.append(used)
-        return self.final_norm(x) if self.config.norm == "pre" else x, tuple(attended)
+        return self.final_norm(x) if self.config.has_final_norm else x, tuple(attended)

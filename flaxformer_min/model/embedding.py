@@ -11,7 +11,7 @@ from flaxformer_min.kernels.linear import linear
 from flaxformer_min.model.dropout import Dropout, Rows
 from flaxformer_min.model.parameters import parameter
 from flaxformer_min.model.positions import PositionalEncoding, PositionFunction
-from flaxformer_min.tokens import Tokens
+from flaxformer_min.tokens import CUT, Tokens
 
 TIED_TABLES = {"shared": "embedding", "target_tied": "target_embedding"}
 """Parameters that are embeddings and output projection, by `config.embeddings`."""
@@ -38,12 +38,13 @@ class Embedding(nn.Module):
     def __call__(self, tokens: Tokens, rows: Rows = None) -> Float[Array, "batch length d_model"]:
         """Return √d_model times each token's vector plus its positional encoding, with dropout.
 
+        The vector of CUT is zero.
         Raises ValueError for an id outside the vocabulary; inside jit, the nearest one is taken.
         """
         config = self.config
         _check_ids(tokens.ids, self.vocab_size)
         x = jnp.take(self.table, tokens.ids, axis=0, mode="clip") * config.d_model**0.5
-        x += self.positional_encoding(tokens)
+        x = jnp.where((tokens.ids == CUT)[..., None], 0.0, x) + self.positional_encoding(tokens)
         return self.dropout(x.astype(compute_dtype(config.dtype)), rows)
 
     def logits(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch vocab"]:
@@ -57,6 +58,7 @@ def _check_ids(ids: Int[Array, "batch length"], vocab_size: int) -> None:
     if isinstance(ids, jax.core.Tracer) or not ids.size:
         return
     ids = jax.device_get(ids)  # inside jit, arithmetic on a constant is traced, too
+    ids = ids[ids != CUT]
     least, greatest = int(ids.min()), int(ids.max())
     if least < 0 or greatest >= vocab_size:
         raise ValueError(

@@ -55,7 +55,7 @@ class Encoder(nn.Module):
         """Create layer_0 to layer_N-1, and the final norm of a pre-norm stack."""
         layer = remat(self.layer_class, self.config.remat)
         self.layer = [layer(self.config) for _ in range(self.config.num_layers)]
-        if self.config.norm == "pre":
+        if self.config.has_final_norm:
             self.final_norm = layer_norm(self.config)
 
     def __call__(
@@ -67,4 +67,4 @@ class Encoder(nn.Module):
         """Encode `x`, embedded tokens that stand at `places`."""
         for layer in self.layer:
             x = layer(x, mask, places)
-        return self.final_norm(x) if self.config.norm == "pre" else x
+        return self.final_norm(x) if self.config.has_final_norm else x

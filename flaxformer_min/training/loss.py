@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy and R-Drop, summed over tokens (section 5.4)."""
+"""Label-smoothed cross-entropy, R-Drop and SimCut, summed over tokens (section 5.4)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,14 +48,24 @@ def score_token(
     smoothing: float,
     r_drop: float,
     token_loss: TokenLoss | None,
+    simcut: float = 0.0,
 ) -> Sums:
-    """Return the `Sums` of one token, from one forward pass, or from two for R-Drop.
+    """Return the `Sums` of one token, from one forward pass, or from two for R-Drop or SimCut.
 
-    The two passes have different dropout. Liang et al. 2021, equation 4: the mean of both
+    R-Drop: the two passes have different dropout. Liang et al. 2021, equation 4: the mean of both
     cross-entropies plus `r_drop` / 2 times the mean of both Kullback-Leibler divergences. This is
     half of theirs, so that the loss keeps its scale.
+
+    SimCut: the second pass is of the cut sentences. Gao et al. 2022: the first's cross-entropy plus
+    `simcut` times KL(first || second). Gradients flow through both, which is what they found to
+    matter.
     """
     logits = logits.astype(jnp.float32)
+    divergence = jnp.float32(0.0)
+    if r_drop:
+        divergence = r_drop / 2 * symmetric_kl(*logits)
+    elif simcut:
+        divergence, logits = simcut * kl(*logits), logits[:1]
     token_loss = token_loss or partial(cross_entropy, smoothing=smoothing)
     losses = jax.vmap(token_loss, (0, None))(logits, label)
     if losses.shape != logits.shape[:1] or not jnp.issubdtype(losses.dtype, jnp.floating):
@@ -63,15 +73,23 @@ def score_token(
             "token_loss(logits, label) must return one floating-point number, the loss of a token; "
             f"got {losses.dtype} of shape {losses.shape[1:]}."
         )
-    loss = losses.mean()
-    if r_drop:
-        loss += r_drop / 2 * symmetric_kl(*logits)
     return Sums(
-        loss,
+        losses.mean() + divergence,
         jax.vmap(cross_entropy, (0, None))(logits, label).mean(),
         (jax.vmap(logit_of, (0, None))(logits, label) >= logits.max(-1)).astype(jnp.float32).mean(),
         jnp.float32(1.0),
     )
+
+
+def kl(a: Float[Array, " vocab"], b: Float[Array, " vocab"]) -> Float[Array, ""]:
+    """Return KL(a || b) in nats of the distributions with these logits.
+
+    >>> a, b = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))
+    >>> f"{kl(a, b):.5f}"  # 0.5 ln 2 + 0.5 ln (2 / 3)
+    '0.14384'
+    """
+    a, b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+    return (jnp.exp(a) * (a - b)).sum()
 
 
 def symmetric_kl(a: Float[Array, " vocab"], b: Float[Array, " vocab"]) -> Float[Array, ""]:
@@ -95,6 +113,7 @@ def sum_over_tokens(
     smoothing: float = 0.0,
     r_drop: float = 0.0,
     token_loss: TokenLoss | None = None,
+    simcut: float = 0.0,
 ) -> Sums:
     """Return the sums over all tokens that are `real`, that is, not padding.
 
@@ -104,10 +123,10 @@ def sum_over_tokens(
     """
     one = jax.eval_shape(to_logits, hidden_states[:, 0, :1])
     chunks = chunk_count(labels.size, logits_per_token=one.size)
-    score_tokens = jax.vmap(score_token, (1, 0, None, None, None))
+    score_tokens = jax.vmap(score_token, (1, 0, None, None, None, None))
 
     def of_chunk(logits: Callable, hidden_states, labels, real) -> tuple[Float[Array, ""], Sums]:
-        sums = score_tokens(logits(hidden_states), labels, smoothing, r_drop, token_loss)
+        sums = score_tokens(logits(hidden_states), labels, smoothing, r_drop, token_loss, simcut)
         sums = jax.tree.map(lambda x: jnp.where(real, x, 0.0).sum(), sums)
         return sums.loss, sums
 

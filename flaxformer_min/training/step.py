@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.config import Config, TrainingConfig
 from flaxformer_min.kernels.backend import compiling_for
+from flaxformer_min.kernels.dropout import keep_mask
 from flaxformer_min.system.devices import replicated
 from flaxformer_min.system.generator import GENERATOR
-from flaxformer_min.tokens import Batch, Tokens
+from flaxformer_min.tokens import CUT, EOS, Batch, Tokens
 from flaxformer_min.training.loss import Sums, TokenLoss, sum_over_tokens
 from flaxformer_min.training.optimizer import averaged_params, complete_optimizer
 from flaxformer_min.training.schedule import learning_rate
@@ -144,6 +145,19 @@ def _hidden_states(
     return model.apply(variables, *arguments, method="hidden_states", rngs=random.rngs)
 
 
+def cut_copy(batch: Batch, random: Randomness, share: float) -> Batch:
+    """Return the batch with CUT in place of ids, each with probability `share` (SimCut).
+
+    As in the paper's code, EOS of the source and BOS of the target remain.
+    """
+    source, target = (
+        jnp.where(keep_mask(key, share, side.ids.shape, random.rows), side.ids, CUT)
+        for key, side in zip(jax.random.split(random.rngs["dropout"]), batch, strict=True)
+    )
+    source = jnp.where(batch.source.ids == EOS, EOS, source)
+    return Batch(batch.source._replace(ids=source), batch.target._replace(ids=target))
+
+
 def gradient_sums(
     model: nn.Module,
     params: Params,
@@ -154,8 +168,9 @@ def gradient_sums(
 ) -> tuple[Params, Sums]:
     """Return the gradient of the loss summed over the tokens of `batch`, and the sums."""
     inputs = batch
-    if config.r_drop:  # each row twice, under two masks
-        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+    if config.r_drop or config.simcut:  # each row twice, under two masks
+        second = cut_copy(batch, random, config.simcut_share) if config.simcut else batch
+        inputs = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), batch, second)
         random = random._replace(rows=jnp.concatenate([random.rows, -1 - random.rows]))
 
     def loss(params: Params) -> tuple[Float[Array, ""], Sums]:
@@ -170,6 +185,7 @@ def gradient_sums(
                 config.label_smoothing,
                 config.r_drop,
                 token_loss,
+                config.simcut,
             )
         return sums.loss, sums
 

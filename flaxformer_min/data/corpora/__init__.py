@@ -5,6 +5,7 @@
 | `cldr:en-ko`                 | embedded phrases in any two CLDR locales, made on first use    |
 | `text:DIR`                   | `DIR/train.en`, `DIR/train.de`, ..., or `DIR/train.tsv`        |
 | `tfds:wmt14_translate/de-en` | any translation dataset of tensorflow_datasets                 |
+| `text:DIR,text:OTHER*3`      | all of these; the pairs of the second count three times        |
 
 Pairs are read on access, so a corpus may be larger than memory (except for compressed files),
 and a pickled `Pairs` has the names of files, not their content. Pairs with an empty side are
@@ -14,6 +15,7 @@ included (see `is_empty`); the caller has to skip them.
 from pathlib import Path
 from typing import Any
 
+from flaxformer_min.data.corpora.joined import KINDS, JoinedCorpora, split_corpora
 from flaxformer_min.data.corpora.pairs import Pairs
 
 GIVEN = "given"
@@ -25,7 +27,7 @@ def read_pairs(
 ) -> Pairs:
     """Return the sentence pairs of a split.
 
-    corpus:    `cldr:SOURCE-TARGET`, `text:DIR` or `tfds:NAME/CONFIG`, see above.
+    corpus:    `cldr:SOURCE-TARGET`, `text:DIR` or `tfds:NAME/CONFIG`, or several, see above.
     split:     any name of `splits(corpus)`. `validation` also finds val, valid or dev, and `test`
                the only split whose name begins with it, such as test2016.
     languages: such as `en-de` or `en-zh-CN` (see `parse_languages`), the source first. Empty: the
@@ -67,8 +69,17 @@ def open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> 
             "train(pairs=...), or its model was imported. Pass pairs, or name text with "
             "--data.corpus."
         )
+    parts = dict(split_corpora(corpus))
+    options = (languages, cache_dir, download)
+    corpora = {name: _open_corpus(name, *options) for name in parts}
+    if parts == {corpus: 1}:
+        return corpora[corpus]
+    return JoinedCorpora(corpora, [*parts.values()], languages)
+
+
+def _open_corpus(corpus: str, languages: str, cache_dir: str, download: bool) -> Any:
     kind, _, name = corpus.partition(":")
-    if kind not in ("cldr", "text", "tfds") or not name:
+    if kind not in KINDS or not name:
         is_folder = bool(corpus) and Path(corpus).expanduser().is_dir()
         raise ValueError(
             "A corpus must be cldr:SOURCE-TARGET (as cldr:en-ko), text:DIR or tfds:NAME/CONFIG (as "

@@ -1,0 +1,39 @@
+"""Software documentation, English into Korean (LibreOffice's help): 16,197 pairs, a CPU is enough.
+
+Needs a folder with train.en, train.ko, val.en, val.ko, test.en and test.ko (also .gz):
+
+    python train.py configs/libreoffice_en_ko.py --data.corpus text:DIR
+"""
+
+from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
+
+config = Config(
+    data=DataConfig(
+        corpus="text:data/libreoffice_en_ko",
+        languages="en-ko",
+        source_row_length=96,
+        target_row_length=96,
+        rows_per_batch=8,
+    ),
+    model=ModelConfig(
+        vocab_size=8_000,
+        num_layers=3,
+        d_model=192,
+        d_ff=512,
+        num_heads=4,
+        dropout=0.3,
+        norm="pre",
+    ),
+    training=TrainingConfig(
+        optimizer="muon",
+        steps=12_000,
+        warmup_steps=600,
+        cooldown_steps=8_000,
+        learning_rate_scale=1.018,  # at its highest 0.003
+        validate_every=1_000,
+        validation_sentences=493,
+        save_every=1_000,
+        best_by="bleu",
+    ),
+    decoding=SearchConfig(beam_size=4, length_penalty=1.0),
+)
