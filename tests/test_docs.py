@@ -85,9 +85,7 @@ def test_the_reference_is_generated_from_the_program():
 
 
 @pytest.mark.parametrize(
-    "command, option",
-    list(options_of(make_parser())),
-    ids=lambda each: getattr(each, "dest", each),
+    "command, option", list(options_of(make_parser())), ids=lambda each: getattr(each, "dest", each)
 )
 def test_the_section_of_a_command_has_its_options_and_help_their_default(command, option):
     assert f"`{option.option_strings[0]}" in section_of(command.split()[1])

@@ -389,10 +389,6 @@ def copied(described, tmp_path):
     return shutil.copytree(described, tmp_path / "copy")
 
 
-def test_the_parameters_of_a_run_are_restored_with_its_own_files(copied):
-    assert RunFolder(copied).params().step == 1
-
-
 @pytest.mark.parametrize(
     "setting, value",
     [("norm", "pre"), ("positional_encoding", "halves"), ("num_heads", 4), ("num_heads", 1)],
@@ -433,20 +429,6 @@ def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsy
     assert "tokenizer.model" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_training_continues_with_the_same_tokenizer_and_settings_only(tmp_path):
-    config = small_config(tmp_path, steps=3)
-    train(config, tmp_path / "run")
-    longer = dataclasses.replace(config.training, steps=4)
-    config = dataclasses.replace(config, training=longer)
-    other = dataclasses.replace(config.model, norm="pre")
-    rewrite_config(tmp_path / "run", "model", norm="pre")
-    with pytest.raises(ValueError, match="model.norm: 'post' in the checkpoint, 'pre' in"):
-        train(dataclasses.replace(config, model=other), tmp_path / "run")
-    rewrite_config(tmp_path / "run", "model", norm="post")
-    assert train(config, tmp_path / "run").step == 4
-
-
 # Codes of languages.
 
 
@@ -471,8 +453,7 @@ def test_two_codes_are_told_apart_though_they_have_hyphens(text, known, expected
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""],
+    "text", ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""]
 )
 def test_what_cannot_be_told_apart_is_an_error(text):
     with pytest.raises(ValueError, match="languages must"):
@@ -587,9 +568,7 @@ def start_alone(process, seconds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "process, number", [(1, signal.SIGINT), (1, signal.SIGTERM), (0, signal.SIGINT)]
-)
+@pytest.mark.parametrize("process, number", [(1, signal.SIGTERM), (0, signal.SIGINT)])
 def test_who_waits_for_the_other_processes_ends_at_a_signal(process, number):
     with start_alone(process, 60) as waiting:
         assert waiting.stderr.readline().startswith("waiting for ")
@@ -791,11 +770,6 @@ def test_a_search_setting_that_there_is_not_is_named_with_those_that_there_are(t
 def test_translate_returns_one_translation_and_refuses_several(translator):
     with pytest.raises(ValueError, match="got n_best=2. For several, call hypotheses"):
         translator.translate(["the house"], beam_size=2, n_best=2)
-
-
-def test_a_beam_is_no_wider_than_the_vocabulary(translator):
-    with pytest.raises(ValueError, match="beam_size must not exceed the vocabulary of"):
-        translator.translate(["the house"], beam_size=10_000)
 
 
 def test_what_is_suppressed_is_in_the_vocabulary(translator):

@@ -120,21 +120,15 @@ def test_contributing_shows_the_floors():
         ("data.batches", "from flaxformer_min import Config", "Config"),
         ("data.batches", "from .. import translate", "translate"),
         ("model.masks", "from flaxformer_min import cli", "cli"),
-        (
-            "model.masks",
-            "from flaxformer_min.storage.checkpoint import restore",
-            "storage.checkpoint",
-        ),
+        ("model.masks", "from flaxformer_min.storage.checkpoint import restore",
+         "storage.checkpoint"),
         ("system.files", "from flaxformer_min.config import Config", "config"),
-        (
-            "storage.run_folder",
-            "from flaxformer_min.decoding.search import search",
-            "decoding.search",
-        ),
+        ("storage.run_folder", "from flaxformer_min.decoding.search import search",
+         "decoding.search"),
         ("storage.run_folder", "import flaxformer_min.cli", "cli"),
         ("experiment.run", "from flaxformer_min.cli import main", "cli"),
     ],
-)
+)  # fmt: skip
 def test_an_upward_import_is_found(name, source, found):
     """In every form: absolute, relative, from the package or inside a function."""
     assert list(forbidden_imports(source, f"flaxformer_min.{name}")) == [f"flaxformer_min.{found}"]

@@ -38,10 +38,7 @@ def pair(*command, flags=ALONE):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     meet = ["--distributed.coordinator", where, "--distributed.num-processes", "2"]
     both = [
         subprocess.Popen(

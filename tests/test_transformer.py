@@ -18,7 +18,6 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.kernels.attention import BLOCK
 from flaxformer_min.model.add_and_norm import AddAndNorm
 from flaxformer_min.model.encoder import EncoderLayer
-from flaxformer_min.model.feed_forward import FeedForward
 from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.multi_head_attention import MultiHeadAttention
 from flaxformer_min.model.positions import sinusoidal_encoding
@@ -149,17 +148,6 @@ def test_every_layer_is_the_papers(name):
         encoded = actual["encoder/__call__"][0][row][source]
         assert_allclose(encoded, expected[row]["encoder"][source], rtol=1e-5, atol=1e-5)
         assert_allclose(logits[row][target], expected[row]["logits"][target], rtol=1e-5, atol=1e-5)
-
-
-def test_the_feed_forward_network_is_equation_2():
-    """Section 3.3, for every position alike."""
-    x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
-    module = FeedForward(ModelConfig(d_model=5, positional_encoding="none", num_heads=1, d_ff=7))
-    params = reference.random_params(module, x)
-    plain = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
-    output = jax.jit(module.apply)(params, x)
-    for row in (0, 1):
-        assert_allclose(output[row], reference.feed_forward(x[row], plain), rtol=1e-5, atol=1e-6)
 
 
 @both_norms
@@ -314,15 +302,6 @@ def test_a_packed_row_gives_what_each_sentence_gives_alone(name):
     packed, alone = model.forward(model.batch)[0], model.forward(Batch(source, target))
     assert_allclose(packed[:3], alone[0, :3], rtol=1e-5, atol=1e-6)
     assert_allclose(packed[3:], alone[1, :3], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_length_of_a_row_changes_nothing():
-    """Less padding only changes rounding, because sums are then taken in another order."""
-    model = tiny("post")
-    short = jax.tree.map(lambda x: x[1:, :5], model.batch)
-    expected = model.forward(model.batch)[1, :2]
-    assert_allclose(model.forward(short)[0, :2], expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- decoding is training, one token at a time ----------------------------------------------
@@ -708,13 +687,6 @@ def test_the_names_and_shapes_of_parameters_are_public(embeddings, norm, positio
     expected |= set(EMBEDDINGS[embeddings]) | set(FINAL_NORMS if norm == "pre" else [])
     expected |= set(LEARNED[embeddings] if positions == "learned" else [])
     assert actual == expected
-
-
-def test_layers_are_numbered_from_0():
-    """Section 3.1: N layers on each side, layer_0 next to the embeddings."""
-    shapes = jax.eval_shape(tiny("post").model.init, jax.random.key(0), tiny("post").batch)
-    for side in ("encoder", "decoder"):
-        assert sorted(shapes["params"][side]) == ["layer_0", "layer_1"]
 
 
 def test_an_id_outside_of_the_vocabulary_makes_no_nan():
