@@ -69,7 +69,7 @@ def alone(sources):
     return found
 
 
-@pytest.mark.parametrize("entries", [None, 16])
+@pytest.mark.parametrize("entries", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_a_line_gets_what_it_gets_alone(sources, alone, entries, monkeypatch):
     """In batches that halve, in any order; also where most caches are full after 8 steps."""
     if entries:

@@ -17,7 +17,7 @@ from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 
-CONFIG = ModelConfig(vocab_size=50, num_layers=2, d_model=32, d_ff=64, num_heads=4)
+CONFIG = ModelConfig(vocab_size=50, num_layers=1, d_model=32, d_ff=64, num_heads=4)
 BATCH = Batch(
     one_sentence_per_row(jnp.array([[5, 6, 7, 3], [9, 3, 0, 0]])),
     one_sentence_per_row(jnp.array([[8, 4, 3], [11, 12, 3]])),

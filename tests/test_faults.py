@@ -400,18 +400,6 @@ def test_an_edited_setting_of_the_model_is_an_error_that_names_it(copied, settin
         RunFolder(copied).params()
 
 
-@pytest.mark.usefixtures("programs_are_shared")
-def test_an_edited_setting_of_training_is_an_error_that_names_it(tmp_path):
-    """The text alone may have moved, and whoever translates needs no settings of training."""
-    run = train(small_config(tmp_path, steps=2), tmp_path / "run").run
-    rewrite_config(run.path, "training", clip_norm=0.9)
-    with pytest.raises(ValueError, match="training.clip_norm: .* in the checkpoint, 0.9 in"):
-        train(run.config(), run.path)
-    assert run.params().step == 2
-    rewrite_config(run.path, "training", clip_norm=None)
-    assert train(run.config(), run.path).step == 2
-
-
 @pytest.mark.parametrize("setting, value", [("dropout", 0.3), ("dtype", "bfloat16")])
 def test_a_setting_that_parameters_do_not_depend_on_may_change(copied, setting, value):
     rewrite_config(copied, "model", **{setting: value})

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import jax
 import pytest
 from tiny_run import make_tiny_run
 
@@ -14,17 +13,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.fixture
-def quick_compilation():
-    """Programs that run a few steps only take less time without optimizations."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_the_python_of_the_readme_runs(number, tmp_path, monkeypatch, quick_compilation):
+def test_the_python_of_the_readme_runs(number, tmp_path, monkeypatch):
     if "runs/cldr_en_ko" in PYTHON[number]:
         make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
     monkeypatch.chdir(tmp_path)

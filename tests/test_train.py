@@ -139,6 +139,19 @@ def test_other_settings_in_an_existing_run_are_named_and_refused(config, tmp_pat
     assert "choose another --workdir" in error
 
 
+def test_an_edited_setting_of_training_is_an_error_that_names_it(config, tmp_path):
+    """The text alone may have moved, and whoever translates needs no settings of training."""
+    run = train(with_steps(config, 2), tmp_path / "run").run
+    file = run.path / "config.json"
+    kept = file.read_text()
+    file.write_text(kept.replace('"clip_norm": null', '"clip_norm": 0.9'))
+    with pytest.raises(ValueError, match="training.clip_norm: .* in the checkpoint, 0.9 in"):
+        train(run.config(), run.path)
+    assert run.params().step == 2
+    file.write_text(kept)
+    assert train(run.config(), run.path).step == 2
+
+
 def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path):
     """No pair fits the short rows; longer rows are another setting, but nothing was learned yet."""
     corpus = tmp_path / "long"

@@ -323,6 +323,7 @@ def test_the_random_generator_of_a_run_is_not_the_choice_of_the_process(learner)
     )
 
 
+@slow
 def test_jax_names_the_line_behind_the_first_nan_of_a_step(learner):
     """Embeddings of 1e20 are finite; their products in the first attention are not. Padding and
     masks produce none in a step that is finite."""
@@ -433,7 +434,8 @@ def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=slow)])
+@slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_the_step_under_shard_map_computes_the_same_bits(learner, optimizer):
     """The way on, should `jax.pmap` end. `check_vma` would sum gradients a second time."""
     training = dataclasses.replace(learner.config.training, optimizer=optimizer)

@@ -47,6 +47,10 @@ CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2
 MODEL = Transformer(CONFIG)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def two_rows():
     ids = jnp.array([[5, 6, 3, 0], [7, 8, 9, 3]], jnp.int32)
     tokens = one_sentence_per_row(ids)
@@ -105,9 +109,7 @@ def plain_gradient(readings):
     return jax.jit(jax.grad(loss, (0, 1)))(*sample[:2])
 
 
-@pytest.mark.parametrize(
-    "chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5, 100]
-)
+@pytest.mark.parametrize("chunk", [slow(1), slow(4), 5, 100])
 @pytest.mark.parametrize("readings", [1, 2])
 def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     chunk, readings, monkeypatch
@@ -468,9 +470,9 @@ def worse_from_step_to_step(validator, params, step):
     "best_by, changes, counts",
     [
         ("bleu", {}, True),
-        ("bleu", {"validation_sentences": 3}, False),
+        slow("bleu", {"validation_sentences": 3}, False),
         ("bleu", {"beam_size": 2}, False),
-        ("bleu", {"batch_size": 8}, True),
+        slow("bleu", {"batch_size": 8}, True),
         ("loss", {"validation_sentences": 3, "beam_size": 2}, True),
     ],
 )

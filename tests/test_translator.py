@@ -460,7 +460,7 @@ def test_the_translator_restores_what_was_trained(run, translator):
     jax.tree.map(np.testing.assert_array_equal, params, found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_loaded_translator_takes_other_parameters_of_its_model(run, dtype):
     """As they are trained: what a device adds to them is the translator's business."""
     translator = Translator.load(run, dtype=dtype)
