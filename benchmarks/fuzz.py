@@ -1,7 +1,8 @@
 """Feed the commands what a hostile or unlucky user would: python benchmarks/fuzz.py [--cases 2000].
 
-Mutated settings, metrics, tokenizers, caches, models to import and command lines, against a run of
-random parameters.
+Mutated settings, metrics, tokenizers, caches, models to import and command lines; text in any
+encoding, YAML and JSON of another structure, pipes and devices in place of files; all against a run
+of random parameters.
 Every case must end with status 0 or 2 and without a traceback, within 30 CPU seconds; it must
 import nothing that the folder names, and write nothing outside the folders that the command names.
 The same seed draws the same cases. The last line has the counts; the status is 1 if a case failed.
@@ -25,6 +26,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hostile_files
+from hostile_files import mutate_bytes, mutate_files
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -37,7 +41,7 @@ TEXTS = ["", " ", "-", "--", "nan", "1e999", "9" * 30, "-1", "0", "1", "2.0", "N
 TEXTS += ["../x", "/dev/null", "/dev/full", ".", "a" * 5_000, "\udcff", "\x00", "\n", "é\u202e한"]
 TEXTS += ["tfds:planted_set", "tfds:planted:set", "text:", "cldr:en-en", "text:/proc/self/mem"]
 KINDS = ("settings", "metrics", "tokenizer", "cache", "model", "model of Marian's own")
-KINDS += ("command", "training command")
+KINDS += ("command", "training command", "text", "training text", "yaml", "structure", "no file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,32 +126,6 @@ def encode(place: Place) -> None:
     config = run.config()
     data = dataclasses.replace(config.data, cache_dir=str(place.scratch / "cache" / "text"))
     prepare_text(run, dataclasses.replace(config, data=data))
-
-
-def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return the content with bytes flipped, cut, doubled, or replaced by something else."""
-    content = bytearray(content)
-    for _ in range(rng.choice([1, 1, 2, 10])):
-        at = rng.randrange(len(content) + 1)
-        action = rng.randrange(5)
-        if action == 0 and content:
-            content[at % len(content)] ^= 1 << rng.randrange(8)
-        elif action == 1:
-            del content[at:]
-        elif action == 2:
-            content[at:at] = content[: rng.randrange(100)]
-        elif action == 3:
-            content[at:at] = rng.randbytes(rng.randrange(20))
-        else:
-            content[at : at + 1] = rng.choice(["-1", "NaN", "[" * 2_000, "1e999", "\0"]).encode()
-    return bytes(content)
-
-
-def mutate_files(folder: Path, rng: random.Random) -> None:
-    """Mutate one or two of the files below a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for file in rng.sample(files, rng.choice([1, 2])):
-        file.write_bytes(mutate_bytes(file.read_bytes(), rng))
 
 
 def mutate_settings(text: str, rng: random.Random, place: Place) -> bytes:
@@ -252,6 +230,17 @@ def run_case(kind: str, rng: random.Random, place: Place) -> list[str]:
         model = shutil.copytree(model, place.work / "model")
         mutate_files(model, rng)
         command = ["import", str(model), str(place.work / "imported")]
+    elif kind == "text":
+        (place.work / "lines").write_bytes(hostile_files.text(rng))
+        command = rng.choice(commands_on_text(place))
+    elif kind == "training text":
+        return attempt(lambda: prepare_text(place, rng))
+    elif kind == "yaml":
+        model = shutil.copytree(place.marians_own, place.work / "model")
+        hostile_files.rewrite(model, (".yml",), hostile_files.yaml, rng)
+        command = ["import", str(model), str(place.work / "imported")]
+    elif kind in ("structure", "no file"):
+        command = with_damage(kind, rng, place) or command
     elif kind == "command":
         while command[0] == "train":
             command = commands(rng, place)
@@ -261,6 +250,52 @@ def run_case(kind: str, rng: random.Random, place: Place) -> list[str]:
         command = ["train", config, "--data.corpus", f"text:{place.work}/none"]
         command = hostile_training(command, rng)
     return attempt(lambda: call(command), command)
+
+
+def commands_on_text(place: Place) -> list[list[str]]:
+    """Return the commands that read lines."""
+    run, lines, out = (str(place.work / name) for name in ("run", "lines", "out"))
+    return [
+        ["translate", run, "--input", lines, "--output", out],
+        ["translate", run, "--input", lines, "--split-sentences"],
+        ["score", run, lines, lines],
+        ["evaluate", run, "--source", lines, "--reference", lines, "--output", out],
+    ]
+
+
+def prepare_text(place: Place, rng: random.Random) -> None:
+    """Prepare a run on hostile text, by itself or joined to good text."""
+    from tiny_run import LINES
+
+    from flaxformer_min.config import Config, DataConfig, ModelConfig
+    from flaxformer_min.experiment.prepare import prepare as prepare_run
+    from flaxformer_min.storage.run_folder import RunFolder
+
+    good = "\n".join(LINES) + "\n"
+    hostile_files.corpus(place.work / "text", rng, (good, good[::-1].strip() + "\n"))
+    corpus = f"text:{place.work}/text"
+    data = DataConfig(
+        rng.choice([corpus, corpus, f"text:{place.scratch}/text,{corpus}*2", f"{corpus}*0"]),
+        languages=rng.choice(["en-ko", "en-ko", "", "ko-en"]),
+        normalization=rng.choice(["nmt_nfkc", "nfkc", "identity"]),
+        symbols=rng.choice([(), (">>deu<<",), ("\u0301",), ("the",)]),
+        cache_dir=str(place.work / "cache"),
+    )
+    model = ModelConfig(vocab_size=rng.choice([300, 400]), d_model=16, num_heads=2)
+    prepare_run(RunFolder(place.work / "new"), Config(data, model))
+
+
+def with_damage(kind: str, rng: random.Random, place: Place) -> list[str] | None:
+    """Damage a file of the run, or of a model; return the command that imports the model."""
+    models = [None, None, place.model, *[place.marians_own] * (kind == "no file")]
+    model = rng.choice(models)
+    folder = place.work / "run" if model is None else shutil.copytree(model, place.work / "model")
+    if kind == "structure":
+        endings = (".json", "metadata", "_METADATA", "_sharding") if model is None else (".json",)
+        hostile_files.rewrite(folder, endings, hostile_files.structure, rng)
+    else:
+        hostile_files.make_no_files(folder, rng)
+    return None if model is None else ["import", str(folder), str(place.work / "imported")]
 
 
 def call(command: list[str]) -> None:

@@ -48,9 +48,9 @@ class DataConfig:
     tokenizers: Literal["trained", "imported"] = setting("trained")
     """Trained on this text, or imported with a model (see docs/interop.md)."""
 
-    normalization: Literal["nmt_nfkc", "nfkc", "identity"] = setting("nmt_nfkc")
+    normalization: Literal["nmt_nfkc", "nfkc", "identity"] | None = setting("nmt_nfkc")
     """SentencePiece's rule for text, in training and in use: NFKC and plain spaces, NFKC, or none.
-    Tokenizers that are not trained for this run keep their own."""
+    Imported tokenizers have rules of their own, for which None stands."""
 
     symbols: tuple[str, ...] = setting(())
     """Pieces of a text that are never split or normalized, such as `>>deu<<` or `__PH1__`."""
@@ -79,6 +79,12 @@ class DataConfig:
         if self.languages:
             check_languages(self.languages)
         check_symbols(self.symbols)
+        if (self.normalization is None) != (self.tokenizers == "imported"):
+            raise ValueError(
+                "data.normalization must be None for imported tokenizers, which keep their rules, "
+                f"and only for them; got {self.normalization!r} with data.tokenizers="
+                f"{self.tokenizers!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ More settings are in test_config.py, the command line in test_cli.py, that of tr
 test_train.py.
 """
 
+import dataclasses
 import gzip
 import os
 import re
@@ -191,11 +192,17 @@ def test_subword_sampling_of_tokenizers_without_probabilities_is_refused(tmp_pat
         )  # fmt: skip
     config = RunFolder(run).config()
     config = Config(
-        data=DataConfig(subword_sampling=0.3),
+        data=DataConfig(subword_sampling=0.3, normalization="identity"),
         model=config.model,
         training=TrainingConfig(init_from=str(run)),
     )
     paths = tmp_path / "a", tmp_path / "a"
+    for setting in ({"normalization": "nfkc"}, {"symbols": ("<ph>",)}):
+        data = dataclasses.replace(config.data, **setting)
+        assert_refused(
+            lambda data=data: make_tokenizers(dataclasses.replace(config, data=data), [], paths),
+            rf"data\.{[*setting][0]} must be .*, as those of .* Begin with .* of that run\.",
+        )
     assert_refused(
         lambda: make_tokenizers(config, [], paths),
         r"data\.subword_sampling needs tokenizers that know the probability .* Leave it at 0\.",
@@ -353,6 +360,12 @@ SETTINGS = [
     (TrainingConfig, dict(clip_norm=float("inf")), "training.clip_norm must be finite; got inf."),
     (DataConfig, dict(source_row_length=7), "data.source_row_length must be at least 8; got 7."),
     (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
+    (DataConfig, dict(normalization=None),
+     "data.normalization must be None for imported tokenizers, which keep their rules, and only "
+     "for them; got None with data.tokenizers='trained'."),
+    (DataConfig, dict(tokenizers="imported"),
+     "data.normalization must be None for imported tokenizers, which keep their rules, and only "
+     "for them; got 'nmt_nfkc' with data.tokenizers='imported'."),
     (SearchConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
     (Config, dict(model=ModelConfig(vocab_size=4), decoding=SearchConfig(beam_size=5)),
      "decoding.beam_size must not exceed the vocabulary of 4, the number of continuations; got 5."),

@@ -45,6 +45,7 @@ def other(field):
     named["simcut"] = 0.0  # for it excludes R-Drop: see `CUT`
     named["suppressed"] = (4, 7)
     named["symbols"] = (">>deu<<",)
+    named["normalization"] = None  # as imported tokenizers need
     named["max_positions"] = 0  # for only learned positions have a limit: see `LEARNED`
     if field.name in named:
         return named[field.name]

@@ -48,7 +48,8 @@ def test_the_newest_model_of_a_training_folder_is_imported(trained, tmp_path, ca
     flaxformer_min.import_model(trained, tmp_path / "run")
     assert "; model.npz is imported. Give the path of another to import that" in caplog.text
     assert "names /home/train/run 1/vocab.spm; the file of the same name" in caplog.text
-    assert RunFolder(tmp_path / "run").config().decoding.beam_size == 2
+    config = RunFolder(tmp_path / "run").config()
+    assert config.decoding.beam_size == 2 and config.data.normalization is None
     expected = their_log_probs(trained, ["vocab.spm"], ["vocab.spm"])
     for ours, theirs in zip(our_log_probs(tmp_path / "run"), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)

@@ -77,6 +77,29 @@ def test_a_sorted_vocabulary_has_its_special_tokens_anywhere(tmp_path, name):
     assert target.decode([2, target.pieces(range(target.vocab_size)).index("<s>"), 3]) == ""
 
 
+def test_bpe_models_may_share_a_vocabulary(tmp_path):
+    """Each segments as if it were alone, and knows the pieces of the other by their names."""
+    own = {
+        side: train_spm(tmp_path / f"{side}.spm", WORDS[side], model_type="bpe")
+        for side in ("source", "target")
+    }
+    joint = sorted({piece for each in own.values() for piece in pieces_of(each)} | {"</s>"})
+    write_yml(tmp_path / "vocab.yml", joint)
+    write_model(tmp_path, ["vocab.yml"], shared=True)
+    assert_same_values(tmp_path, tmp_path / "run", ["vocab.yml"], ["source.spm", "target.spm"])
+    tokenizers = RunFolder(tmp_path / "run").tokenizers()
+    texts = [*WORDS.values(), BOTH, "f\u00fcnf r\u00f6te xyz", "zz zum", *BOTH.split()]
+    for side, tokenizer in zip(own, tokenizers, strict=True):
+        names = [tokenizer.pieces(ids[:-1]) for ids in tokenizer.encode_batch(texts)]
+        assert names == [
+            [piece if piece in joint else "<unk>" for piece in own[side].encode(text, out_type=str)]
+            for text in texts
+        ]
+    target = tokenizers[1]
+    ids = tokenizers[0].encode(WORDS["source"])
+    assert target.decode(ids) == WORDS["source"]
+
+
 def test_embeddings_without_a_piece_are_never_produced(tmp_path, caplog):
     """Marian has as many embeddings as dim-vocabs says, whatever the vocabulary has."""
     pieces = pieces_of(train_spm(tmp_path / "source.spm", BOTH, **EOS_FIRST))

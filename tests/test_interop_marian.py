@@ -856,8 +856,10 @@ def test_an_imported_run_can_be_fine_tuned_and_exported(opus, tmp_path):
     assert result.step == 4 and np.isfinite(result.validation["loss"])
     flaxformer_min.export(tmp_path / "fine", tmp_path / "out", format="marian")
     assert (tmp_path / "out" / "model.safetensors").exists()
+    assert data.normalization is None  # the rules of its own .spm
+    trained = {"tokenizers": "trained", "normalization": "nmt_nfkc"}
     with pytest.raises(ValueError, match="data.tokenizers must be 'imported'"):
-        wrong = dataclasses.replace(config, data=dataclasses.replace(data, tokenizers="trained"))
+        wrong = dataclasses.replace(config, data=dataclasses.replace(data, **trained))
         train(wrong, tmp_path / "wrong", pairs=pairs)
     with pytest.raises(ValueError, match="'imported' needs the run .* with training.init_from"):
         alone = dataclasses.replace(config, training=dataclasses.replace(training, init_from=""))

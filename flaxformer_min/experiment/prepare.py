@@ -155,12 +155,13 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
 
 
 def _check_tokenizers(config: Config, former: RunFolder) -> None:
-    kind = former.config().data.tokenizers
-    if config.data.tokenizers != kind:
-        raise ValueError(
-            f"data.tokenizers must be {kind!r}, as those of {former.path}, which training.init_from"
-            f" names; got {config.data.tokenizers!r}. Begin with the config.json of that run."
-        )
+    for name in ("tokenizers", "normalization", "symbols"):
+        needed, found = (getattr(each.data, name) for each in (former.config(), config))
+        if found != needed:
+            raise ValueError(
+                f"data.{name} must be {needed!r}, as those of {former.path}, whose tokenizers "
+                f"training.init_from takes; got {found!r}. Begin with the config.json of that run."
+            )
     if config.data.subword_sampling:
         try:
             for tokenizer in former.tokenizers():

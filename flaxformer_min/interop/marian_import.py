@@ -281,7 +281,10 @@ def _config(marian: MarianModel) -> Config:
     has_bias = bool(target.added) or (bias is not None and bool(bias.any()))
     return Config(
         data=DataConfig(
-            corpus=GIVEN, languages=_languages(settings.languages), tokenizers="imported"
+            corpus=GIVEN,
+            languages=_languages(settings.languages),
+            tokenizers="imported",
+            normalization=None,
         ),
         model=settings.with_vocabulary(
             [len(each.pieces) for each in marian.vocabularies], output_bias=tied and has_bias

@@ -26,11 +26,14 @@ def sentencepiece_model(model: bytes, vocabulary: Vocabulary, path: Path) -> byt
     own = {each.piece: (each.score, each.type) for each in content.pieces}
     for symbol in vocabulary.symbols:
         own.pop(symbol, None)
-    _check_unused(content.trainer_spec, vocabulary, own, path)
+    # BPE merges to an unused piece, too, and then takes it apart again: last, when this model's own
+    # merges are done, which it then leaves as they were.
+    last = min((score for score, _ in own.values()), default=0.0) - 1.0
+    foreign = last if content.trainer_spec.model_type == content.trainer_spec.BPE else 0.0
     del content.pieces[:]
     special = {PAD: kinds.CONTROL, UNK: kinds.UNKNOWN, BOS: kinds.CONTROL, EOS: kinds.CONTROL}
     for number, piece in enumerate(vocabulary.pieces):
-        score, kind = own.get(piece, (0.0, kinds.UNUSED))
+        score, kind = own.get(piece, (foreign, kinds.UNUSED))
         kind = kinds.UNUSED if kind == kinds.UNKNOWN else kind  # there may be only one
         content.pieces.add(piece=piece, score=score, type=special.get(number, kind))
     known = set(vocabulary.pieces)
@@ -40,19 +43,6 @@ def sentencepiece_model(model: bytes, vocabulary: Vocabulary, path: Path) -> byt
             content.pieces.add(piece=piece, score=score, type=kind)
     _name_specials(content.trainer_spec, vocabulary)
     return content.SerializeToString(deterministic=True)
-
-
-def _check_unused(trainer_spec: Any, vocabulary: Vocabulary, own: Any, path: Path) -> None:
-    """Raise ValueError for a BPE model that would have to leave pieces unused: it merges them."""
-    if trainer_spec.model_type != trainer_spec.BPE:
-        return
-    none = {*vocabulary.symbols, *(vocabulary.pieces[number] for number in vocabulary.unnamed)}
-    unused = sum(piece not in own and piece not in none for piece in vocabulary.pieces[EOS + 1 :])
-    if unused:
-        raise ValueError(
-            f"{path} is a BPE model, and the vocabulary has {unused:,} pieces that it lacks; only "
-            "a unigram model can leave pieces of a joint vocabulary unused."
-        )
 
 
 def _check_lacking(pieces: list[str], known: set[str], path: Path) -> None:
