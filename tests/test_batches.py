@@ -145,6 +145,7 @@ class FromTheStart(Transformer):
         return logits, Tokens(ids, cache.length + 1)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_tell_whether_it_is_full_has_all_its_room(monkeypatch):
     """Greedily; tokens that did not fit would be lost without a word."""
     monkeypatch.setattr(batches, "capacity_of", lambda *_: 2)

@@ -453,6 +453,7 @@ def test_arguments_of_another_type_are_refused_before_there_is_a_folder(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_vocabulary_that_is_told_is_that_of_the_tokenizer(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxformer_min")
     model = dataclasses.replace(CONFIG.model, vocab_size=2000)

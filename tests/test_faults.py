@@ -697,6 +697,7 @@ def refusal_of_a_locked_run(workdir):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(tmp_path):
     context = multiprocessing.get_context("spawn")
     with RunFolder(tmp_path).locked(), ProcessPoolExecutor(1, context) as pool:

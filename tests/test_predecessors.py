@@ -25,6 +25,8 @@ from flaxformer_min import Config, DataConfig, ModelConfig, SearchConfig, Traini
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
 
+pytestmark = pytest.mark.slow
+
 MODELS = [FixedVectorRNN, AttentionalRNN]
 CONFIG = ModelConfig(
     vocab_size=11, num_layers=2, d_model=6, d_ff=5, num_heads=1, positional_encoding="none"
@@ -218,7 +220,6 @@ def settings(steps):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_a_recurrent_model_trains_resumes_and_translates_through_the_public_calls(model, tmp_path):
     """Interrupted and continued it is the same run, and it has learned to reverse short lines."""
@@ -256,7 +257,6 @@ def test_a_letter_to_copy_is_one_token_and_the_longest_text_fills_a_row(tmp_path
     assert (min(lengths), max(lengths)) == (6, 61)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model, products", [
     # The input's product of the first token overlaps the state's; then the source, the choice of
     # the sentence's vector, the target, and two products of the output.
@@ -275,7 +275,6 @@ def test_the_longest_chain_is_what_the_formulas_count(model, products):
     assert [predecessors_measure.chain_of(module, n) for n in (4, 9)] == [products(4), products(9)]
 
 
-@pytest.mark.slow
 def test_the_norm_of_a_gradient_is_that_of_small_changes(drawn):
     """Of each number of a source token's embedding, by differences; later targets see more."""
     model, params = drawn
@@ -356,7 +355,6 @@ def benchmark(tmp_path, monkeypatch):
     return lambda *more: module.main([*given, *more])
 
 
-@pytest.mark.slow
 def test_the_benchmark_makes_what_is_missing_and_keeps_the_rest(benchmark, tmp_path):
     """Stopped before anything is made, then made, then made again but for one training."""
     assert benchmark("--minutes", "1e-9") == 3

@@ -206,7 +206,7 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sentences(alpha):
         (0.6, 3, 1, 2, 9),
         slow(1.0, 3, 1, 2, 9),
         slow(0.0, 5, 4, 2, 139),
-        (0.6, 5, 4, 2, 139),
+        slow(0.6, 5, 4, 2, 139),
         slow(1.0, 5, 4, 2, 139),
     ],
 )

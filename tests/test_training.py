@@ -68,7 +68,8 @@ def test_many_devices_learn_what_one_learns(devices):
     assert one["loss"][-1] < one["loss"][0] - 0.5
 
 
-@pytest.mark.parametrize("devices, accumulation", [pytest.param(1, 4, marks=slow), (2, 2)])
+@slow
+@pytest.mark.parametrize("devices, accumulation", [(1, 4), (2, 2)])
 def test_accumulated_batches_make_the_step_of_one_large_batch(devices, accumulation):
     one, accumulated = curve(1), curve(devices, accumulation)
     np.testing.assert_allclose(accumulated["loss"], one["loss"], rtol=1e-5)

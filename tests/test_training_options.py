@@ -143,6 +143,7 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
     combinations = ((0.0, 0.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))

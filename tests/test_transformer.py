@@ -112,7 +112,7 @@ def test_a_linear_layer_is_that_of_flax_parameters_and_gradients_too(dtype):
 @pytest.mark.parametrize(
     "name",
     [
-        *("post", "pre", "no_final", "separate", "learned"),
+        *("post", "pre", "no_final", slow("separate"), "learned"),
         *map(slow, ("target_tied", "remat", "fused")),
     ],
 )
@@ -371,7 +371,7 @@ def teacher_forced(model, row, history):
         ("post", 3),
         slow("pre", 1),
         slow("pre", 3),
-        ("learned", 3),
+        slow("learned", 3),
         slow("separate", 3),
         slow("target_tied", 3),
         slow("remat", 3),

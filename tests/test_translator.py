@@ -154,6 +154,7 @@ def test_translate_returns_the_best_text_of_each_line(translator, expected):
     ]
 
 
+@pytest.mark.slow
 def test_without_scores_the_texts_of_hypotheses_are_the_same(translator):
     """Greedily they are not computed; of a beam they decide, so they are there."""
     lines = ["", *mixed_lines(8)]
@@ -219,6 +220,7 @@ def test_scores_are_those_of_teacher_forcing_token_by_token(translator):
         assert scored.log_prob == pytest.approx(sum(by_hand), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller):
     """Hypotheses have the score that the whole text has; no prefix changes nothing."""
     lines, prefixes = ["ABC", "ABCDEFGHIJ", "F"], ["AB", "", "CDEFGH"]
@@ -260,6 +262,7 @@ def test_samples_repeat_by_seed_and_line(translator, short):
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_their_line_whatever_generator_is_jaxs_default(run, translator, short):
     """Some draw differently for a sentence alone and in a batch."""
     lines = [mixed_lines(COUNT)[i] for i in short[:4]]
