@@ -89,6 +89,8 @@ class Distillation:
         together = [tuple(runs)] if args.ensemble and runs else [(run,) for run in runs]
         self.teachers: list[tuple[str, ...] | str] = [*together, *files]
         self.text = folder / "text"
+        for run in runs:
+            RunFolder(run).config()  # raises ValueError for what is not a run, before any work
         if args.monolingual and not runs:
             raise ValueError(
                 "--monolingual is text for a teacher to translate; got files of translations only. "
@@ -246,8 +248,7 @@ def _name(teacher: tuple[str, ...] | str) -> str:
 def _identity(teacher: tuple[str, ...] | str) -> list[str]:
     if isinstance(teacher, str):
         return [_digest(teacher)]
-    steps = {RunFolder(run).config() and run: RunFolder(run).newest_step() for run in teacher}
-    return [f"{os.path.abspath(run)}, step {step}" for run, step in steps.items()]
+    return [f"{os.path.abspath(run)}, step {RunFolder(run).newest_step()}" for run in teacher]
 
 
 def _digest(path: str) -> str:
