@@ -3,15 +3,12 @@
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
 import ablations
 
 from flaxformer_min.cli.train import read_arguments

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import predecessors_measure
 from jaxtyping import install_import_hook
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from training_jobs import changed, shared_programs, small_config, write_config
 
 from benchmarks.crash import differences

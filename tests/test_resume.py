@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from training_jobs import changed, make_initial_state, small_config, stopped_after
 
 from benchmarks.crash import differences, leftovers, newest

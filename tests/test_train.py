@@ -3,16 +3,10 @@
 import logging
 import os
 import re
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from tiny_run import make_tiny_run
 from training_jobs import changed, small_config, stopped_after, watched_steps
 
