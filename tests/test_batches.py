@@ -96,6 +96,7 @@ def test_accelerators_share_the_rows_of_a_batch(sources, alone):
     assert_same(found_by(runner, sources), alone)
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_a_model_and_itself_finds_what_it_finds_alone(sources, alone, monkeypatch):
     monkeypatch.setattr(batches, "capacity_of", lambda *_: 16)
     model, params = Transformer(CONFIG), random_params(CONFIG)

@@ -563,6 +563,7 @@ def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_p
     assert result.translator.restored[0].step == 8
 
 
+@pytest.mark.slow
 def test_at_the_end_of_a_run_other_validation_text_compares_the_mean_with_the_newest(
     tmp_path, monkeypatch, caplog
 ):

@@ -143,7 +143,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
         )
 
 
-@pytest.fixture(params=["file size", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.fixture(params=["file size", "disk"])
 def limited(request, tmp_path):
     """A folder, how to leave no room for a checkpoint in it, and how to make room again."""
     folder = tmp_path / "limited"
@@ -171,6 +171,7 @@ def limited(request, tmp_path):
 
 # TensorStore may report a write that failed when nothing waits for it any more.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
     config, uncut, tmp_path, limited, capsys, caplog, failed_transfers
 ):
