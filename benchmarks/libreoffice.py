@@ -7,8 +7,8 @@
 The first folder is the source's, the second the target's. Paragraphs are aligned by page and id.
 Every page belongs to one split (of 100 pages, about 3 are for validation and 5 for the test), and
 no source or target of these two is in the training text, also in another case. Left out and
-counted: paragraphs that only one side has, that nobody translated, and repeated pairs. Without
---train only the text is written. Options after --train are those of train.py with
+counted: paragraphs of one side only, untranslated ones, and repeated pairs. Without --train only
+the text is written. Options after --train are passed to train.py with
 configs/libreoffice_en_ko.py. The same command continues a training that was stopped.
 """
 

@@ -761,6 +761,12 @@ def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirr
         assert part in out, part
 
 
+def test_evaluation_names_the_packages_for_korean_words(call, mirror, one_nat, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    _, out, _ = call("evaluate {run} --source {four} --reference {four}")
+    assert "tokenizer: char, the default of en-ko; BLEU compares characters; with mecab_ko" in out
+
+
 def test_evaluation_of_another_split(call, mirror, one_nat, paths):
     for language in ("en", "ko"):
         (paths["corpus"] / f"dev.{language}").write_text("otto\n")

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -627,10 +628,13 @@ def test_the_perplexity_of_a_model_that_diverged_is_infinite(uncut, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_test_split_is_scored_with_what_the_run_translates_with(tmp_path):
+def test_the_test_split_is_scored_with_what_the_run_translates_with(tmp_path, caplog):
+    """And the report names the score that selected it."""
     test = reversed_words(4, 2)
-    result = train(CONFIG, tmp_path / "run", pairs={**PAIRS, "test": test})
+    with caplog.at_level(logging.INFO, "flaxformer_min"):
+        result = train(CONFIG, tmp_path / "run", pairs={**PAIRS, "test": test})
     sources, references = zip(*test, strict=True)
     translations = result.translator.translate(sources)
     right = sum(a == b for a, b in zip(translations, references, strict=True))
     assert result.test.exact_match == right / 4 and result.test.sentences == 4
+    assert re.search(r"Test set, with step \d+, selected by validation", caplog.text)

@@ -43,8 +43,8 @@ def test_ordinary_pairs_are_not_found():
             "Press the red key now.",
             "press the red key 합니다.",
         ),
-        ("script", "target: 0% Hangul", "Opens the box.", "Opens the box now"),
-        ("script", "source: 0% Latin", "대화 상자를 열게 합니다.", "상자 열기를 합니다."),
+        ("script", "target: 0% HANGUL", "Opens the box.", "Opens the box now"),
+        ("script", "source: 0% LATIN", "대화 상자를 열게 합니다.", "상자 열기를 합니다."),
         # (25 + 10) / (5 + 10) beside the median (11 + 10) / (17 + 10) of "Deletes the file."
         ("length", "the target is 3.0 times as long as usual", "Stop.", 6 * "멈춤을 " + "끝"),
         ("truncated", "3 | 1 sentences", "Stops it. Deletes the page. Ends.", "열기를 합니다."),
@@ -66,6 +66,12 @@ def test_a_digit_or_month_that_the_other_side_writes_as_a_word_is_no_finding():
     assert kinds([*PLAIN, ("Opens two pages.", "쪽 2 열기를 합니다.")]) == []
     assert kinds([*PLAIN, ("Opens page ٤.", "쪽 4 열기를 합니다.")]) == []
     assert kinds([*PLAIN, ("Stops on October 12.", "10월 12일에 멈춥니다.")]) == []
+
+
+@pytest.mark.parametrize("text", [99_999 * "." + "x", 99_999 * "1" + "월", 33_333 * "a b "])
+def test_a_line_of_a_hundred_thousand_characters_takes_no_minutes(text):
+    """As it would if the time grew with the square of its length."""
+    assert kinds([*PLAIN, (text, "쪽 열기를 합니다.")])[0][0] == 11
 
 
 def test_repeats_and_second_translations_are_found_in_the_rarer_lines():

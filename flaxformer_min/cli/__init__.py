@@ -1,4 +1,4 @@
-"""The command `flaxformer-min`: train, translate, score, evaluate and plot.
+"""The command `flaxformer-min`: train, translate, score, evaluate, plot and others.
 
 Output is line-aligned with input and streamed, so that memory does not depend on the number of
 lines. Errors of usage are one sentence on stderr and status 2. Heavy modules are imported on use,
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     if owns_process:
         open_streams()
         argv = sys.argv[1:]
-    if argv[:1] == ["train"]:
-        return _train(argv[1:], "flaxformer-min train", owns_process)
+    if argv[:1] in (["train"], ["distill"]):
+        return _train(argv[1:], f"flaxformer-min {argv[0]}", owns_process)
     try:
         with Stop() as stop, log_to_terminal("flaxformer-min", level="WARNING"):
             try:
@@ -76,7 +76,10 @@ def train_command(prog: str) -> int:
 
 def _train(argv: Sequence[str], prog: str, owns_process: bool) -> int:
     with _importing(owns_process):
-        from flaxformer_min.cli.train import main as run
+        if prog.endswith("distill"):
+            from flaxformer_min.cli.distill import main as run
+        else:
+            from flaxformer_min.cli.train import main as run
     if owns_process:
         _ignore_late_writes()
     return run(argv, prog)

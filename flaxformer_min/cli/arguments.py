@@ -31,6 +31,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and refuse unknown arguments here, where `prog` is the command that lacks them."""
         namespace, unknown = super().parse_known_args(args, namespace)
+        if self.get_default("settings") is not None:  # of training: see `cli.distill`
+            namespace.settings = unknown
+            unknown = [each for each in unknown if each.startswith("--") and "." not in each]
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
@@ -70,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_translate(commands)
     _add_score(commands)
     _add_evaluate(commands)
+    _add_distill(commands)
     _add_serve(commands)
     _add_interop(commands)
     plots = _add_command(commands, "plot", "draw attention, positional encodings or curves")
@@ -175,6 +179,30 @@ def _add_evaluate(commands: Any) -> None:
     add("--json", action="store_true",
         help="write everything as one JSON object (default: as text)")
     _add_search(parser)
+    _add_device(parser)
+
+
+def _add_distill(commands: Any) -> None:
+    purpose = "translate training text with other models, and train a model on both"
+    parser = _add_command(commands, "distill", purpose)
+    parser.epilog = "Settings of the student follow as in train, such as --training.steps 8000."
+    parser.set_defaults(settings=[])
+    add = parser.add_argument
+    add("teachers", metavar="TEACHER", nargs="+",
+        help="the folder of a run, which translates the sources; or a file of translations, one "
+        "line for each training pair")
+    add("--config", required=True, metavar="CONFIG",
+        help="config of the student, with the text to translate (no default)")
+    add("--workdir", required=True, metavar="STUDENT",
+        help="the run folder of the student (no default)")
+    add("--monolingual", metavar="FILE", action="append", default=[],
+        help="further sentences to translate, one a line; may be repeated (default: none)")
+    add("--ensemble", action="store_true",
+        help="translate with all runs together (default: with each by itself)")
+    _add_search(parser)
+    add("--n-best", type=_number(int, at_least=1), default=1, metavar="N",
+        help="translations of each line to train on (default: 1)")
+    _add_sampling(parser)
     _add_device(parser)
 
 

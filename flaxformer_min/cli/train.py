@@ -10,7 +10,7 @@ import logging
 import runpy
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tyro
@@ -63,7 +63,17 @@ class Arguments(Config):
 
 
 def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
-    """Run the command and return its exit status.
+    """Run the command and return its exit status, as `run_command`."""
+    return run_command(argv, prog, read_arguments, lambda config: config)
+
+
+def run_command(
+    argv: Sequence[str],
+    prog: str,
+    read: Callable[[Sequence[str], str], Arguments],
+    prepare: Callable[[Config], Config],
+) -> int:
+    """Read the arguments, train with the settings that `prepare` returns, and give the exit status.
 
     0 when training has ended, 2 for an error, 130, 143 and 129 after Ctrl-C, SIGTERM and
     a closed terminal, 141 when the reader of the help has gone.
@@ -71,7 +81,7 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
     with InterruptOnSignal() as signals, log_to_terminal(prog, only_if=is_main_process):
         try:
             try:
-                settings = read_arguments(argv, prog)
+                settings = read(argv, prog)
             except BrokenPipeError:  # nobody reads the help; training continues
                 drop_unwritable()
                 return CLOSED_PIPE
@@ -81,7 +91,7 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
                 configure_cpu_devices(settings.data.rows_per_batch // processes)
 
             with distributed_session(settings.distributed, configure):
-                result = _train(settings)
+                result = _train(settings, prepare)
                 status = max(gather("status", signals.status))
                 with ignore_broken_pipe():
                     _print_next_command(result, [prog, *argv])
@@ -97,10 +107,10 @@ def main(argv: Sequence[str], prog: str = "flaxformer-min train") -> int:
             return signals.status
 
 
-def _train(settings: Arguments) -> TrainResult:
+def _train(settings: Arguments, prepare: Callable[[Config], Config]) -> TrainResult:
     config = Config(*(getattr(settings, field.name) for field in dataclasses.fields(Config)))
     enable_compilation_cache(config.data.cache_dir)
-    return train(config, settings.workdir, profile=settings.profile)
+    return train(prepare(config), settings.workdir, profile=settings.profile)
 
 
 def _print_next_command(result: TrainResult, command: list[str]) -> None:

@@ -27,7 +27,7 @@ from flaxformer_min.cli.speed import Speed
 
 def translate(args: argparse.Namespace, stop: Stop) -> int:
     """Run the command, and return its exit status."""
-    _check_sampling(args)
+    check_sampling(args)
     _check_runs(args)
     _check_split(args)
     with contextlib.ExitStack() as stack:
@@ -90,7 +90,8 @@ def _by_sentence(
     return [document.join_hypotheses(part) for document, part in deal(documents, found)]
 
 
-def _check_sampling(args: argparse.Namespace) -> None:
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raise ValueError for settings of samples without `--sample`."""
     for flag in ("temperature", "top_k", "top_p", "seed"):
         if getattr(args, flag) is not None and not args.sample:
             raise ValueError(f"--{flag.replace('_', '-')} is for sampling; add --sample.")

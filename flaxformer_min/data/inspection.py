@@ -48,7 +48,7 @@ SCRIPT_SHARE = 0.1
 """The least share of letters of the usual script."""
 
 WORD = re.compile(r"[^\W\d_]+")
-END = re.compile(r"[.!?。！？…]+[\"'”’)\]」』]*(?=\s|$)|[。！？]")
+END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]]*+(?=\s|$)|[。！？]")
 ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "KATAKANA-HIRAGANA": "CJK"}
 
 
@@ -146,7 +146,7 @@ def _wrong_language(text: str, name: str, side: int, usual: Usual) -> Iterator[t
     letters = _scripts(text)
     total, share = letters.total(), letters[usual.scripts[side]]
     if total > 2 and share < SCRIPT_SHARE * total:
-        yield "script", f"{name}: {share / total:.0%} {usual.scripts[side].title()}"
+        yield "script", f"{name}: {share / total:.0%} {usual.scripts[side]}"
     if usual.scripts[0] == usual.scripts[1]:
         words = WORD.findall(text.casefold())
         own, foreign = (sum(word in usual.words[s] for word in words) for s in (side, 1 - side))
@@ -192,7 +192,7 @@ def _numbers(text: str) -> Counter[str]:
     """Return the numbers of a text, without those of months, which are words in most languages."""
     text = re.sub(r"(?<=\d)[.,'\u00a0\u202f](?=\d{3}(?!\d))", "", text)
     digits = "".join(str(unicodedata.decimal(c, c)) for c in text)  # of all scripts
-    found = re.findall(r"\d+(?!\d|\s?[月월])", digits)
+    found = re.findall(r"(?<!\d)\d++(?!\s?[月월])", digits)
     return Counter(number.lstrip("0") or "0" for number in found)
 
 

@@ -8,6 +8,7 @@ import.json               of an imported model: settings of its search that were
 metrics.jsonl             one line per log and per validation
 tensorboard/              the same as TensorBoard events
 profile/                  timelines of a few steps, if requested
+distilled/                what `flaxformer-min distill` made of the training text
 lock                      locked by the process that trains
 """
 
@@ -39,6 +40,9 @@ LOGGER = logging.getLogger("flaxformer_min")
 Tokenizers = tuple[Tokenizer, Tokenizer]
 
 TOKENIZER_FILES = ("tokenizer.model", "source_tokenizer.model", "target_tokenizer.model")
+
+DISTILLED = "distilled"
+"""Folder with a student's training text, which is there before the run begins."""
 
 OWN_NAMES = (
     *("config.json", "metrics.jsonl", "lock", *TOKENIZER_FILES),
@@ -344,7 +348,7 @@ class RunFolder:
 
     def _check_empty(self, names: Sequence[str]) -> None:
         """Raise ValueError unless the folder has at most the files of an interrupted start."""
-        ours = {"lock", *TOKENIZER_FILES}
+        ours = {"lock", DISTILLED, *TOKENIZER_FILES}
         others = [name for name in names if name not in ours and not name.startswith(".")]
         if others:
             raise ValueError(
