@@ -10,14 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from marian_models import (
-    PAIRS,
-    WORDS,
-    our_log_probs,
-    their_log_probs,
-    train_spm,
-    write_model,
-)
+from marian_models import PAIRS, WORDS, our_log_probs, their_log_probs, train_spm, write_model
 from tiny_run import make_marian_model
 
 import flaxformer_min

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from make_golden_run import EXPECTED, GOLDEN
-from reversing_run import reversed_pairs, train_reversing_run
 from sentencepiece import sentencepiece_model_pb2
 from tiny_run import LINES, make_marian_model, make_tiny_run
 
@@ -940,27 +939,6 @@ def test_fine_tuning_an_imported_model_lowers_its_loss_and_resumes_bit_for_bit(
     before, after = loss(imported), loss(Translator.load(tmp_path / "whole"))
     print("nats a token, imported and after 200 steps:", before, after)
     assert after < before - 1
-
-
-@pytest.mark.slow
-def test_a_trained_model_translates_alike_in_hugging_face(tmp_path, transformers):
-    """Greedily, 300 texts that end before their limit; and logits within 2e-5."""
-    run = train_reversing_run(tmp_path / "run")
-    flaxformer_min.export(run, tmp_path / "out", format="marian")
-    model = transformers.MarianMTModel.from_pretrained(tmp_path / "out").eval()
-    tokenizer = transformers.MarianTokenizer.from_pretrained(tmp_path / "out")
-    lines = [source for source, _ in reversed_pairs(300, seed=1)]
-    ours = Translator.load(run).translate(lines, beam_size=1)
-    batch = tokenizer(lines, return_tensors="pt", padding=True)
-    found = model.generate(**batch, num_beams=1, max_new_tokens=60, max_length=None)
-    theirs = tokenizer.batch_decode(found, skip_special_tokens=True)
-    ended = [number for number, text in enumerate(ours) if len(text) < 60]
-    assert len(ended) > 270
-    assert [theirs[number] for number in ended] == [ours[number] for number in ended]
-    source, target = random_ids(RunFolder(run).model_config().vocab_size)
-    difference = logits_of(model, (source, target), epsilon=1e-6) - ours_of(run, source, target)
-    print("largest difference of logits:", np.abs(difference).max())
-    assert np.abs(difference).max() < 2e-5
 
 
 MODEL_YML = """\

@@ -106,7 +106,7 @@ def test_every_line_of_a_file_has_its_line_in_the_output(
 ):
     """A line can contain everything but a line break."""
     monkeypatch.setattr(Translator, "load", lambda *runs, **_: translator)
-    lines = [text.replace("\n", "") for text in texts]
+    lines = [text.replace("\n", "") for text in texts[::5]]
     given = tmp_path / "given"
     given.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
     assert cli.main(["translate", str(run), "--input", str(given), "--output", f"{given}.out"]) == 0
