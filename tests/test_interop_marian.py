@@ -22,6 +22,7 @@ from flaxformer_min.config import ModelConfig, SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.marian_npz import read_npz
+from flaxformer_min.interop.marian_search import SPECIAL_IDS
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
 from flaxformer_min.interop.vocabulary import Specials, make_vocabulary
 from flaxformer_min.model.positions import sinusoidal_encoding
@@ -311,7 +312,8 @@ def test_what_is_null_counts_as_missing(marian, tmp_path):
     """As in Hugging Face's library: the default of each setting is taken."""
     null = {"dropout": None, "attention_dropout": None, "tie_word_embeddings": None}
     replace_piece(marian / "config.json", lambda content: content.update(null))
-    replace_piece(marian / "generation_config.json", lambda content: content.update(num_beams=None))
+    null = {name: None for name in ("num_beams", *SPECIAL_IDS)}
+    replace_piece(marian / "generation_config.json", lambda content: content.update(null))
     flaxformer_min.import_model(marian, tmp_path / "again")
     config = RunFolder(tmp_path / "again").config()
     assert (config.model.dropout, config.model.attention_dropout) == (0.1, 0)
