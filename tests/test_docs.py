@@ -85,7 +85,9 @@ def test_the_reference_is_generated_from_the_program():
 
 
 @pytest.mark.parametrize(
-    "command, option", list(options_of(make_parser())), ids=lambda each: getattr(each, "dest", each)
+    "command, option",
+    list(options_of(make_parser())),
+    ids=lambda each: getattr(each, "dest", each),
 )
 def test_the_section_of_a_command_has_its_options_and_help_their_default(command, option):
     assert f"`{option.option_strings[0]}" in section_of(command.split()[1])
@@ -226,16 +228,16 @@ def test_the_messages_that_troubleshooting_quotes_are_those_of_the_package():
 
 def test_every_stop_of_the_contents_is_a_function_of_its_file():
     """The ways of a batch and of a line; a row without a file has that of the row above."""
-    stops, file = [], ""
-    ways = read(DOCS / "index.md").split("### The way")[1].split("\n## Terms")[0]
-    for row in re.findall(r"^\|.*`.*\|$", ways, re.MULTILINE):
-        file = next(iter(re.findall(r"`(\w+/\w+\.py)`", row)), file)
-        names = re.findall(r"`([\w.]+)`", row.split("|")[2])
-        stops += [(name.rsplit(".")[-1], file) for name in names]
-    assert len(stops) >= 40
-    for name, file in stops:
+    numbers, file = [], ""
+    for row in re.findall(r"^\| \d.*\|$", read(DOCS / "index.md").split("### The way")[1], re.M):
+        stops, functions, where = row.split("|")[1:4]
+        ends = [int(number) for number in re.findall(r"\d+", stops)]
+        numbers += range(ends[0], ends[-1] + 1)
+        file = where.strip(" `") or file
         source = read(Path(flaxformer_min.__file__).parent / file)
-        assert re.search(rf"^ *def {name}\b", source, re.M), (name, file)
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", functions):
+            assert re.search(rf"^ *def {name}\b", source, re.M), (name, file)
+    assert numbers == [*range(1, 21)] * 2
 
 
 def test_every_promise_of_reliability_names_its_test():
