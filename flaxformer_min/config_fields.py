@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -106,6 +107,7 @@ def check_fields(config: Any, group: str) -> None:
             raise ValueError(f"{name} must be {' and '.join(broken)}; got {value!r}.")
 
 
+@functools.cache
 def field_descriptions(config: type) -> dict[str, str]:
     """Return the text below each field of a dataclass, on one line and without its full stop."""
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body

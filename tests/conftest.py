@@ -23,6 +23,9 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["FLAXFORMER_TEST_CACHE"] + 
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
 import jax
 import pytest
 from jaxtyping import install_import_hook

@@ -3,18 +3,17 @@
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
 import ablations
 
 from flaxformer_min.cli.train import read_arguments
+
+pytestmark = pytest.mark.slow
 
 TRAINING = """
 import json, pathlib, sys, time
@@ -72,7 +71,6 @@ def test_a_row_changes_the_settings_it_names_and_nothing_else(row, monkeypatch):
     assert found == {"data.corpus": "text:x", "training.seed": 3, **row.settings}
 
 
-@pytest.mark.slow
 def test_a_benchmark_that_is_started_again_trains_what_is_not_finished(folder):
     """Rows with equal settings share their runs."""
     assert start(folder) == 0
@@ -82,7 +80,6 @@ def test_a_benchmark_that_is_started_again_trains_what_is_not_finished(folder):
     assert starts(folder) == {"base-0": 1, "base-1": 2, "post-norm-0": 1}
 
 
-@pytest.mark.slow
 def test_runs_of_other_options_are_refused_in_the_same_folder(folder):
     """They would continue finished runs, or be reported as these."""
     assert start(folder) == 0
@@ -92,7 +89,6 @@ def test_runs_of_other_options_are_refused_in_the_same_folder(folder):
     assert starts(folder) == {"base-0": 1, "base-1": 1, "post-norm-0": 1}
 
 
-@pytest.mark.slow
 def test_a_dry_run_prints_what_is_missing_and_trains_nothing(folder, capsys):
     assert start(folder, "--dry-run", "--training.warmup-steps", "7") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -106,7 +102,6 @@ def test_a_dry_run_prints_what_is_missing_and_trains_nothing(folder, capsys):
     assert capsys.readouterr().out.strip() == ""
 
 
-@pytest.mark.slow
 def test_a_training_that_fails_is_named_and_the_others_go_on(folder, capsys):
     assert start(folder, "--fail", "1") == 1
     printed = capsys.readouterr().out
@@ -115,7 +110,6 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(folder, capsys):
     assert not list(folder.glob("*.json"))
 
 
-@pytest.mark.slow
 def test_trainings_are_told_to_end_when_the_benchmark_is(folder, monkeypatch):
     """Each is pinned to a core of its own."""
     processes = []
@@ -136,7 +130,6 @@ def test_trainings_are_told_to_end_when_the_benchmark_is(folder, monkeypatch):
     assert [process.returncode for process in processes] == [-15]
 
 
-@pytest.mark.slow
 def test_the_table_holds_means_spreads_and_differences_seed_by_seed(folder, tmp_path, capsys):
     """BLEU 30 and 31 of the base at its end, one more at its best; the mean's is 2 above the end's;
     post-norm 4 below, for seed 0 alone: 26 against 30."""
@@ -161,7 +154,6 @@ def test_the_table_holds_means_spreads_and_differences_seed_by_seed(folder, tmp_
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, message",
     [

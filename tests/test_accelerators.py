@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
 import hlo
 from common import flops_of_source, flops_of_target
 

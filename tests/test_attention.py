@@ -164,9 +164,7 @@ def test_attention_without_its_weights_is_attention(heads, dtype, error, attend,
 
 
 @pytest.mark.parametrize(
-    "attend, expected",
-    [(by_blocks, 0), (fused_attention, 2.5)],
-    ids=["by blocks", "fused"],
+    "attend, expected", [(by_blocks, 0), (fused_attention, 2.5)], ids=["by blocks", "fused"]
 )
 def test_a_query_that_may_attend_to_nothing_gives_zeros_or_if_fused_the_mean(
     attend, expected, monkeypatch

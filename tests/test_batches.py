@@ -69,7 +69,7 @@ def alone(sources):
     return found
 
 
-@pytest.mark.parametrize("entries", [None, 16])
+@pytest.mark.parametrize("entries", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_a_line_gets_what_it_gets_alone(sources, alone, entries, monkeypatch):
     """In batches that halve, in any order; also where most caches are full after 8 steps."""
     if entries:
@@ -96,6 +96,7 @@ def test_accelerators_share_the_rows_of_a_batch(sources, alone):
     assert_same(found_by(runner, sources), alone)
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_a_model_and_itself_finds_what_it_finds_alone(sources, alone, monkeypatch):
     monkeypatch.setattr(batches, "capacity_of", lambda *_: 16)
     model, params = Transformer(CONFIG), random_params(CONFIG)
@@ -140,15 +141,16 @@ class FromTheStart(Transformer):
             return after, jnp.where(step == cache.length[:, None, None], new, logits)
 
         logits = jnp.zeros((batch, beam, self.config.vocab_size))
-        for step in range(12):
+        for step in range(8):
             own, logits = read(step, (own, logits))
         return logits, Tokens(ids, cache.length + 1)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_tell_whether_it_is_full_has_all_its_room(monkeypatch):
     """Greedily; tokens that did not fit would be lost without a word."""
     monkeypatch.setattr(batches, "capacity_of", lambda *_: 2)
-    greedy = SearchConfig(beam_size=1, max_extra_tokens=8)
+    greedy = SearchConfig(beam_size=1, max_extra_tokens=4)
     sources = make_sources([4, 3, 4, 2])
     expected = found_by(make_runner(), sources, greedy)
     runner = BatchRunner(FromTheStart(CONFIG), random_params(CONFIG))

@@ -4,13 +4,8 @@ Those that are not here have a test file of their own, or a test in test_faults.
 """
 
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
 from tiny_run import LINES, make_tiny_run
 
 from benchmarks.crash import write_corpus

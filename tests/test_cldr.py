@@ -176,7 +176,7 @@ def test_phrases_do_not_depend_on_the_process():
     assert done.stdout == f"{here}\n"
 
 
-@pytest.mark.parametrize("pair", ["ko-en", "pt_BR-ja", "ru-ar", "de-zh_Hant", "he-fi"])
+@pytest.mark.parametrize("pair", ["pt_BR-ja", "ru-ar", "he-zh_Hant"])
 def test_any_two_locales_make_a_corpus(small, pair):
     found = cldr.phrases(*pair.split("-"), "train")
     assert len(found) == 900
@@ -193,10 +193,7 @@ def test_months_and_clocks_are_those_of_the_locale():
     def both(kind, value):
         return [cldr_kinds.plain_spaces(kinds[kind].render(value, w)) for w in (german, english)]
 
-    assert both("date:full", noon.date()) == [
-        "Mittwoch, 5. März 2031",
-        "Wednesday, March 5, 2031",
-    ]
+    assert both("date:full", noon.date()) == ["Mittwoch, 5. März 2031", "Wednesday, March 5, 2031"]
     assert both("time:medium", noon) == ["14:07:09", "2:07:09 PM"]
     assert both("relative-time", (("day", True), 3)) == ["vor 3 Tagen", "3 days ago"]
     assert both("duration", (("hour", 3), ("minute", 20))) == ["3 Std., 20 Min.", "3 hr, 20 min"]

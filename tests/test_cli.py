@@ -1,6 +1,5 @@
 """The command line: lines in, lines out, one sentence for every error."""
 
-import argparse
 import bz2
 import contextlib
 import gzip
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from test_docs import options_of
 from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
@@ -120,54 +120,11 @@ def call(paths, capfd, monkeypatch, tmp_path):
 # What is typed
 
 
-def test_help_imports_nothing_heavy():
-    """No jax, no numpy: nothing that takes a second to import."""
-    heavy = "{'jax', 'flax', 'numpy', 'orbax', 'sentencepiece'}"
-    code = (
-        "import sys, flaxformer_min.cli as cli\n"
-        "try: cli.main(['translate', '--help'])\n"
-        f"except SystemExit: assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--beam-size" in done.stdout
-
-
-def test_the_version_names_jax_and_python_and_imports_nothing_heavy():
-    """What a report of a bug needs."""
-    code = (
-        "import sys, flaxformer_min.cli as cli\n"
-        "try: cli.main(['--version'])\n"
-        "except SystemExit as end: assert not end.code and 'jax' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    numbers = r"flaxformer-min [0-9.]+, jax [0-9.]+\S*, Python [0-9.]+\S*\n"
-    assert re.fullmatch(numbers, done.stdout)
-    assert "--version" in make_parser().format_help()
-
-
-def options_of(parser, command="flaxformer-min"):
-    """Yield (command, option) of all commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                yield from options_of(inner, f"{command} {name}")
-        elif action.option_strings and not {"--help", "--version"} & {*action.option_strings}:
-            yield command, action
-
-
-OPTIONS = list(options_of(make_parser()))
-
-
-@pytest.mark.parametrize("command, option", OPTIONS, ids=lambda x: getattr(x, "dest", x))
-def test_every_option_has_a_default_in_its_help_and_is_documented_and_tested(command, option):
-    documentation = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
-    name = option.option_strings[0]
-    assert "default" in option.help
-    section = re.split("\n##+ ", documentation.split(f"\n## `{command.split()[1]}`")[1])[0]
-    assert f"`{name}" in section
-    assert re.search(rf"{name}\b(?!-)", Path(__file__).read_text())
+def test_every_option_has_a_test():
+    """That each is documented with its default: see test_docs.py."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for name in {option.option_strings[0] for _, option in options_of(make_parser())}:
+        assert re.search(rf"{name}\b(?!-)", tests), name
 
 
 @pytest.mark.parametrize(
@@ -221,10 +178,8 @@ ERRORS = [
     ("plot", "required: WHAT"),
     ("translate", "required: RUN"),
     ("translate {missing}", "a run is a folder; there is none at"),
-    (
-        "translate {run} {one}",
-        "a run is a folder; .*/one is a file. To translate it: --input .*/one",
-    ),
+    ("translate {run} {one}",
+     "a run is a folder; .*/one is a file. To translate it: --input .*/one"),
     ("score {one} {one} {one}", "a run is a folder; .*/one is a file."),
     ("translate {run}/config.json", r"config\.json is a file\. Give its folder: .*/run"),
     ("translate {folder}", "is not a run: it has no config.json"),
@@ -236,20 +191,14 @@ ERRORS = [
     ("translate {run} --input {folder}", "folder: Is a directory"),
     ("translate {run} --output {missing}/out", "there is no folder .*missing"),
     ("translate {run} --output {folder}", "folder: Is a directory"),
-    (
-        "--fast plot positions --output {tmp}/map.png",
-        "arguments: --fast. See flaxformer-min --help",
-    ),
+    ("--fast plot positions --output {tmp}/map.png",
+     "arguments: --fast. See flaxformer-min --help"),
     ("translate {run} --beam 4", "arguments: --beam 4. See flaxformer-min translate --help"),
-    (
-        "plot attention {run} hi --output {tmp}/map.png --beam 4",
-        "arguments: --beam 4. See flaxformer-min plot attention --help",
-    ),
+    ("plot attention {run} hi --output {tmp}/map.png --beam 4",
+     "arguments: --beam 4. See flaxformer-min plot attention --help"),
     ("translate {run} --scores --json", "--json: not allowed with argument --scores"),
-    (
-        "translate {run} --beam-size 0",
-        "--beam-size: must be a whole number from 1 to 1,073,741,823; got '0'. See flaxformer-min",
-    ),
+    ("translate {run} --beam-size 0",
+     "--beam-size: must be a whole number from 1 to 1,073,741,823; got '0'. See flaxformer-min"),
     (f"translate {{run}} --beam-size {10**400}", "from 1 to 1,073,741,823; got '1000+"),
     (f"translate {{run}} --beam-size {'9' * 5_000}", "must be a whole number from 1 to"),
     ("translate {run} --length-penalty inf", "must be a number from 0 to 10; got 'inf'"),
@@ -258,10 +207,7 @@ ERRORS = [
     ("translate {run} --length-penalty -1", "--length-penalty: must be a number from 0 to 10"),
     ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
     ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* from 1 to 100,000"),
-    (
-        "translate {run} --min-length -1",
-        "--min-length: must be a whole number from 0 to",
-    ),
+    ("translate {run} --min-length -1", "--min-length: must be a whole number from 0 to"),
     ("translate {run} --n-best 3", "n_best must be at most beam_size, .* got 3 and 2"),
     ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
     ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),
@@ -279,10 +225,8 @@ ERRORS = [
     ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
     ("inspect text:{corpus} --languages en-ko --samples -1", "--samples: must be .* at least 0"),
-    (
-        "inspect text:{corpus} --languages en-ko --write {missing}",
-        "belong together:.* got only --write",
-    ),
+    ("inspect text:{corpus} --languages en-ko --write {missing}",
+     "belong together:.* got only --write"),
     ("inspect text:{corpus} --languages en-ko --drop empty", "belong together:.* got only --drop"),
     ("inspect text:{corpus} --write {missing} --drop number", "kinds of empty, .* got 'number'"),
     ("evaluate {run} --corpus text:{corpus} --split nope", "nope.*--corpus names another corpus"),
@@ -292,10 +236,8 @@ ERRORS = [
     ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
     ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
     ("evaluate {run} --source {none} --reference {none}", "text on both sides; there is none in"),
-    (
-        "evaluate {run} --source {one} --reference {one} --languages en",
-        "must be two different languages joined by a hyphen",
-    ),
+    ("evaluate {run} --source {one} --reference {one} --languages en",
+     "must be two different languages joined by a hyphen"),
     ("evaluate {run} --corpus text:{corpus} --tokenize moses", "one of .*13a.*; got 'moses'"),
     ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf or .html"),
     ("plot attention {run} \t --output {tmp}/map.png", r"have text to attend to; got '\\t'"),
@@ -318,14 +260,12 @@ ERRORS = [
     ("serve {run} --queue 0", "--queue: must be a whole number of at least 1"),
     ("serve {run} --char-limit 0 --log-text", "--char-limit: must be a whole number of at least"),
     ("serve {run} --deadline 0", "--deadline: must be a number greater than 0"),
-    (
-        "serve {run} {run} --cors https://example.org",
-        "each language pair is served once; .*en to ko",
-    ),
+    ("serve {run} {run} --cors https://example.org",
+     "each language pair is served once; .*en to ko"),
     ("serve {unnamed}", 'must name its languages; .*unnamed does not.*"languages": "en-de"'),
     ("serve {folder}", "is not a run: it has no config.json"),
     ("translate {run} --min-length 3000000000", "from 0 to 1,073,741,823; got '3000000000'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -657,15 +597,6 @@ def test_two_models_translate_together(call, paths, mirror):
     assert len(mirror[0].model.models) == 2
 
 
-@pytest.mark.slow
-def test_a_line_of_more_than_1024_tokens_is_truncated_and_named(call):
-    status, out, err = call("translate {run} --scores", b"the red house\n" + b"4 " * 1_500 + b"\n")
-    assert status == 0 and float(out.split("\n")[1].split("\t")[1]) < 0
-    assert re.fullmatch(
-        r".*warning: line 2 has [\d,]+ tokens; only its first 1,023 are read.\n", err
-    )
-
-
 def test_scores_are_those_of_the_translator(call, paths):
     sources, targets = (paths["corpus"] / f"test.{language}" for language in ("en", "ko"))
     found = Translator.load(paths["run"]).score(
@@ -780,14 +711,12 @@ def test_evaluation_of_another_split(call, mirror, one_nat, paths):
 # Plots
 
 
-@pytest.mark.parametrize("typed", ["", "--layer 1 --head 2", "--head mean", "--head all"])
-def test_attention_becomes_a_figure(call, watched, tmp_path, typed):
+def test_attention_becomes_a_figure(call, watched, tmp_path):
     pytest.importorskip("matplotlib")
-    line = f"plot attention {{run}} hi --output {{tmp}}/map.svg --target b --step 1 {typed}"
+    line = "plot attention {run} hi --output {tmp}/map.svg --target b --step 1"
     assert call(line) == (0, "", "")
     assert watched == [("hi", "b")]
-    text = (tmp_path / "map.svg").read_text()
-    assert "<svg" in text
+    assert "<svg" in (tmp_path / "map.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -819,21 +748,13 @@ def test_a_named_pipe_is_written_to_and_stays_one(call, watched, tmp_path, suffi
     assert (tmp_path / f"map.{suffix}").is_fifo()
 
 
-@pytest.mark.parametrize(
-    "limited", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["12 tokens", "1024"]
-)
-def test_attention_of_a_sentence_that_is_too_long_is_that_of_its_beginning(call, limited, request):
-    if limited:
-        request.getfixturevalue("twelve_tokens")
+def test_attention_of_a_sentence_that_is_too_long_is_that_of_its_beginning(call, twelve_tokens):
     status, _, err = call(
         "plot attention {run} " + "4" * 1_500 + " --target A --output {tmp}/a.html"
     )
     assert status == 0
-    read = "11" if limited else "1,023"
-    assert re.fullmatch(
-        rf"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first {read} are read.\n",
-        err,
-    )
+    warning = r"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first 11 are read.\n"
+    assert re.fullmatch(warning, err)
 
 
 def test_attention_becomes_a_page(call, tmp_path):
@@ -877,19 +798,15 @@ def process(command, environment, **settings):
             running.kill()
 
 
-@pytest.mark.parametrize(
-    "number, status",
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
-def test_a_program_that_waits_for_each_answer_gets_it(paths, environment, number, status):
+def test_a_program_that_waits_for_each_answer_gets_it(paths, environment):
     """And a signal while there is nothing to do ends it at once, without a traceback."""
     with process([*COMMAND, "translate", str(paths["run"])], environment) as running:
         for line in (b"the red house\n", b"\n"):
             running.stdin.write(line)
             running.stdin.flush()
             assert running.stdout.readline().endswith(b"\n")
-        running.send_signal(number)
-        assert running.wait(timeout=60) == status
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=60) == 130
         assert running.stderr.read() == b""
         assert running.stdout.read() == b""
 

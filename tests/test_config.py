@@ -108,82 +108,49 @@ REFUSED = [  # and the table of test_bad_input.py
     (ModelConfig, dict(num_layers=True), "model.num_layers must be a whole number; got True."),
     (ModelConfig, dict(dropout="0.1"), "model.dropout must be a number; got '0.1'."),
     (ModelConfig, dict(dropout=True), "model.dropout must be a number; got True."),
-    (
-        ModelConfig,
-        dict(source_vocab_size=1.5),
-        "model.source_vocab_size must be a whole number or none; got 1.5.",
-    ),
+    (ModelConfig, dict(source_vocab_size=1.5),
+     "model.source_vocab_size must be a whole number or none; got 1.5."),
     (ModelConfig, dict(norm="none"), "model.norm must be one of 'post', 'pre'; got 'none'."),
     (ModelConfig, dict(norm=None), "model.norm must be one of 'post', 'pre'; got None."),
-    (
-        ModelConfig,
-        dict(dtype="float16"),
-        "model.dtype must be one of 'auto', 'float32', 'bfloat16'; got 'float16'.",
-    ),
+    (ModelConfig, dict(dtype="float16"),
+     "model.dtype must be one of 'auto', 'float32', 'bfloat16'; got 'float16'."),
     (DataConfig, dict(corpus=3), "data.corpus must be text; got 3."),
     (DataConfig, dict(download=1), "data.download must be true or false; got 1."),
     (TrainingConfig, dict(clip_norm="1"), "training.clip_norm must be a number or none; got '1'."),
     # out of range
-    (
-        SearchConfig,
-        dict(length_penalty=10.5),
-        "decoding.length_penalty must be at most 10; got 10.5.",
-    ),
+    (SearchConfig, dict(length_penalty=10.5),
+     "decoding.length_penalty must be at most 10; got 10.5."),
     (ModelConfig, dict(vocab_size=3), "model.vocab_size must be at least 4; got 3."),
     (ModelConfig, dict(num_heads=0), "model.num_heads must be at least 1; got 0."),
     (ModelConfig, dict(source_vocab_size=3), "model.source_vocab_size must be at least 4; got 3."),
     (ModelConfig, dict(dropout=-0.1), "model.dropout must be at least 0; got -0.1."),
-    (
-        ModelConfig,
-        dict(dropout=float("nan")),
-        "model.dropout must be at least 0 and less than 1; got nan.",
-    ),
+    (ModelConfig, dict(dropout=float("nan")),
+     "model.dropout must be at least 0 and less than 1; got nan."),
     (DataConfig, dict(rows_per_batch=0), "data.rows_per_batch must be at least 1; got 0."),
     (TrainingConfig, dict(steps=0), "training.steps must be at least 1; got 0."),
-    (
-        TrainingConfig,
-        dict(steps=2**31),
-        "training.steps must be less than 2147483648; got 2147483648.",
-    ),
-    (
-        ModelConfig,
-        dict(num_layers=10**20),
-        f"model.num_layers must be less than 1000; got {10**20}.",
-    ),
-    (
-        DataConfig,
-        dict(rows_per_batch=2**31),
-        "data.rows_per_batch must be less than 2147483648; got 2147483648.",
-    ),
+    (TrainingConfig, dict(steps=2**31),
+     "training.steps must be less than 2147483648; got 2147483648."),
+    (ModelConfig, dict(num_layers=10**20),
+     f"model.num_layers must be less than 1000; got {10**20}."),
+    (DataConfig, dict(rows_per_batch=2**31),
+     "data.rows_per_batch must be less than 2147483648; got 2147483648."),
     (TrainingConfig, dict(adam_epsilon=0), "training.adam_epsilon must be more than 0; got 0."),
     (TrainingConfig, dict(clip_norm=0.0), "training.clip_norm must be more than 0; got 0.0."),
     (TrainingConfig, dict(seed=-1), "training.seed must be at least 0; got -1."),
     (SearchConfig, dict(beam_size=0), "decoding.beam_size must be at least 1; got 0."),
     # one by one fine, and not together
-    (
-        ModelConfig,
-        dict(source_vocab_size=500),
-        "model.embeddings='shared' needs one vocabulary for both languages; got "
-        "source_vocab_size=500. Leave it out, or choose embeddings='target_tied' or 'separate'.",
-    ),
-    (
-        ModelConfig,
-        dict(attention="fused", attention_dropout=0.2),
-        "model.attention='fused' has no weights to drop; got attention_dropout=0.2. Set it to 0, "
-        "or choose attention='explicit'.",
-    ),
-    (
-        ModelConfig,
-        dict(positional_encoding="learned"),
-        "model.max_positions must be given for positional_encoding='learned', and only for it; got "
-        "0 with 'learned'.",
-    ),
-    (
-        ModelConfig,
-        dict(max_positions=64),
-        "model.max_positions must be given for positional_encoding='learned', and only for it; got "
-        "64 with 'interleaved'.",
-    ),
+    (ModelConfig, dict(source_vocab_size=500),
+     "model.embeddings='shared' needs one vocabulary for both languages; got "
+     "source_vocab_size=500. Leave it out, or choose embeddings='target_tied' or 'separate'."),
+    (ModelConfig, dict(attention="fused", attention_dropout=0.2),
+     "model.attention='fused' has no weights to drop; got attention_dropout=0.2. Set it to 0, "
+     "or choose attention='explicit'."),
+    (ModelConfig, dict(positional_encoding="learned"),
+     "model.max_positions must be given for positional_encoding='learned', and only for it; got "
+     "0 with 'learned'."),
+    (ModelConfig, dict(max_positions=64),
+     "model.max_positions must be given for positional_encoding='learned', and only for it; got "
+     "64 with 'interleaved'."),
     (
         Config,
         dict(
@@ -193,46 +160,24 @@ REFUSED = [  # and the table of test_bad_input.py
         "model.max_positions must equal the longer row length, because a sentence may fill a row "
         "and later positions would never be learned; got 40 for rows of 44.",
     ),
-    (
-        DataConfig,
-        dict(languages="en"),
-        "languages must be two different languages joined by a hyphen, the source first, as in "
-        "en-de; got 'en'.",
-    ),
-    (
-        DataConfig,
-        dict(languages="en-en"),
-        "languages must be two different languages joined by a hyphen, the source first, as in "
-        "en-de; got 'en-en'.",
-    ),
-    (
-        SearchConfig,
-        dict(max_extra_tokens=2**30),
-        "decoding.max_extra_tokens must be at most 100000; got 1073741824.",
-    ),
-    (
-        SearchConfig,
-        dict(suppressed=("▁a",)),
-        "decoding.suppressed must be a list, each a whole number; got ('▁a',).",
-    ),
-    (
-        SearchConfig,
-        dict(suppressed=(9, 3)),
-        "decoding.suppressed must be at least 4; got (9, 3).",
-    ),
-    (
-        TrainingConfig,
-        dict(optimizer="schedule_free", ema_decay=0.9),
-        "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1 above "
-        "0, because it averages at a constant rate with this weight; got 0, 0.9 and 0.9.",
-    ),
-    (
-        DataConfig,
-        dict(languages="en-"),
-        "languages must be two different languages joined by a hyphen, the source first, as in "
-        "en-de; got 'en-'.",
-    ),
-]
+    (DataConfig, dict(languages="en"),
+     "languages must be two different languages joined by a hyphen, the source first, as in "
+     "en-de; got 'en'."),
+    (DataConfig, dict(languages="en-en"),
+     "languages must be two different languages joined by a hyphen, the source first, as in "
+     "en-de; got 'en-en'."),
+    (SearchConfig, dict(max_extra_tokens=2**30),
+     "decoding.max_extra_tokens must be at most 100000; got 1073741824."),
+    (SearchConfig, dict(suppressed=("▁a",)),
+     "decoding.suppressed must be a list, each a whole number; got ('▁a',)."),
+    (SearchConfig, dict(suppressed=(9, 3)), "decoding.suppressed must be at least 4; got (9, 3)."),
+    (TrainingConfig, dict(optimizer="schedule_free", ema_decay=0.9),
+     "training.optimizer='schedule_free' needs cooldown_steps=0, ema_decay=0 and adam_b1 above "
+     "0, because it averages at a constant rate with this weight; got 0, 0.9 and 0.9."),
+    (DataConfig, dict(languages="en-"),
+     "languages must be two different languages joined by a hyphen, the source first, as in "
+     "en-de; got 'en-'."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -271,34 +216,22 @@ BROKEN_FILES = [
     ("", "run/config.json must be JSON; Expecting value"),
     ("[]", "run/config.json must have a format_version; it is not a flaxformer_min config."),
     ("{}", "run/config.json must have a format_version; it is not a flaxformer_min config."),
-    (
-        '{"format_version": "1"}',
-        "run/config.json must have a format_version; it is not a flaxformer_min config.",
-    ),
-    (
-        f'{{"format_version": {FORMAT_VERSION + 1}, "new": 0}}',
-        f"run/config.json has format {FORMAT_VERSION + 1}; this flaxformer_min reads formats up to "
-        f"{FORMAT_VERSION}. Install a newer flaxformer_min.",
-    ),
-    (
-        '{"format_version": 1, "modle": {}}',
-        "run/config.json: there is no setting 'modle', only data, model, training, decoding.",
-    ),
-    (
-        '{"format_version": 1, "decoding": {"beam": 4}}',
-        "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
-        "max_extra_tokens, min_length, early_stopping, suppressed, n_best, sample, temperature, "
-        "top_k, top_p, seed, batch_size.",
-    ),
-    (
-        '{"format_version": 1, "model": 3}',
-        "run/config.json: model must be a group of settings; got 3.",
-    ),
-    (
-        '{"format_version": 1, "model": {"d_ff": null}}',
-        "run/config.json: model.d_ff must be a whole number; got None.",
-    ),
-]
+    ('{"format_version": "1"}',
+     "run/config.json must have a format_version; it is not a flaxformer_min config."),
+    (f'{{"format_version": {FORMAT_VERSION + 1}, "new": 0}}',
+     f"run/config.json has format {FORMAT_VERSION + 1}; this flaxformer_min reads formats up to "
+     f"{FORMAT_VERSION}. Install a newer flaxformer_min."),
+    ('{"format_version": 1, "modle": {}}',
+     "run/config.json: there is no setting 'modle', only data, model, training, decoding."),
+    ('{"format_version": 1, "decoding": {"beam": 4}}',
+     "run/config.json, decoding: there is no setting 'beam', only beam_size, length_penalty, "
+     "max_extra_tokens, min_length, early_stopping, suppressed, n_best, sample, temperature, "
+     "top_k, top_p, seed, batch_size."),
+    ('{"format_version": 1, "model": 3}',
+     "run/config.json: model must be a group of settings; got 3."),
+    ('{"format_version": 1, "model": {"d_ff": null}}',
+     "run/config.json: model.d_ff must be a whole number; got None."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text, error", BROKEN_FILES)

@@ -160,25 +160,12 @@ def test_text_files_do_not_say_which_language_is_the_source(tmp_path):
     assert "Set data.languages, for example to de-en." in str(error.value)
 
 
-def test_sides_of_different_length_are_an_error_with_both_counts(tmp_path):
-    corpus = write(tmp_path, train__en="a\nb\nc\n", train__de="x\ny")
-    with pytest.raises(ValueError, match=r"train\.en has 3, .*train\.de has 2"):
-        read_pairs(corpus, "train", "en-de")
-
-
 def test_a_language_that_is_not_there_is_an_error_that_lists_the_files(tmp_path):
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     with pytest.raises(
         ValueError, match=r"like train\.en and train\.ko.*holds train\.de, train\.en"
     ):
         read_pairs(corpus, "train", "en-ko")
-
-
-@pytest.mark.parametrize("languages", ["en-en", "en", "en-", "-"])
-def test_languages_are_two_different_ones(tmp_path, languages):
-    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
-    with pytest.raises(ValueError, match=f"two different languages.*got '{languages}'"):
-        read_pairs(corpus, "train", languages)
 
 
 def test_other_files_beside_the_tables_of_a_corpus_are_no_languages(tmp_path):
@@ -298,7 +285,6 @@ def test_a_fingerprint_changes_when_the_data_does(tmp_path):
     corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN, val__en="a", val__de="b")
     first = fingerprint(corpus, "train", "en-de")
     assert first == fingerprint(corpus, "train", "en-de") and len(first) == 16
-    before = (tmp_path / "train.en").stat()
     os.utime(tmp_path / "train.de", ns=(1, 1))
     (tmp_path / "copy").mkdir()
     copy = write(tmp_path / "copy", train__en=ENGLISH, train__de=GERMAN)
@@ -309,10 +295,6 @@ def test_a_fingerprint_changes_when_the_data_does(tmp_path):
         fingerprint(corpus, "val", "en-de"),
         fingerprint(write(tmp_path, train__en=ENGLISH + "!"), "train", "en-de"),
     ]
-    write(tmp_path, train__en=ENGLISH.replace("H", "J"))
-    os.utime(tmp_path / "train.en", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (tmp_path / "train.en").stat().st_size == before.st_size
-    prints.append(fingerprint(corpus, "train", "en-de"))
     assert len(set(prints)) == len(prints)
 
 
@@ -349,18 +331,6 @@ def test_a_cache_that_others_can_write_is_refused_as_ssh_does(monkeypatch, tmp_p
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ValueError, match="only this user"):
         cache_folder(str(tmp_path / "link"))
-
-
-def test_text_is_read_without_loading_tfds_or_babel(tmp_path):
-    """They take a second to import; and TensorFlow is never loaded, by any corpus."""
-    corpus = write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
-    program = (
-        "import sys; from flaxformer_min.data.corpora import read_pairs;"
-        f"read_pairs({corpus!r}, 'train', 'en-de')[0];"
-        "print(sorted({'tensorflow_datasets', 'babel', 'tensorflow', 'torch'} & set(sys.modules)))"
-    )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert output.stdout == "[]\n", output.stderr
 
 
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="Multi30k is not in shared/data")
@@ -441,16 +411,6 @@ def test_languages_override_the_direction_of_a_set(prepared):
     assert list(pairs) == [("oui", "Tschüss.")]
 
 
-def test_a_prepared_set_is_found_without_the_class_that_made_it(prepared):
-    program = (
-        "from flaxformer_min.data.corpora import read_pairs; import sys;"
-        f"print(read_pairs('tfds:greetings/en-de', 'train', '', {prepared!r})[0],"
-        "'tensorflow' in sys.modules)"
-    )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert output.stdout == "('Hello.', 'Hallo.') False\n", output.stderr
-
-
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_fingerprint_is_of_the_text_that_is_read(tmp_path, ending):
     """Not of a file that has replaced it since."""
@@ -496,19 +456,22 @@ def test_what_a_set_does_not_have_is_an_error(prepared, corpus, split, languages
         read_pairs(f"tfds:{corpus}", split, languages, prepared)
 
 
-def test_a_set_in_another_format_is_an_error(prepared, tmp_path):
+def test_a_set_is_found_without_its_class_and_refused_in_another_format(prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "sets") / "greetings" / "en-de" / "1.2.0"
     info = json.loads((folder / "dataset_info.json").read_text())
     (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
     there = str(tmp_path / "sets")
     with pytest.raises(ValueError, match="must be prepared as array_record.* data.cache_dir"):
         read_pairs("tfds:greetings/en-de", "train", "", there)
-    # And where its class is not at hand, which tfds finds out in another place.
+    # Where its class is not at hand, tfds finds that out in another place.
     program = (
-        "from flaxformer_min.data.corpora import read_pairs;"
+        "from flaxformer_min.data.corpora import read_pairs; import sys;"
+        f"print(read_pairs('tfds:greetings/en-de', 'train', '', {prepared!r})[0],"
+        "'tensorflow' in sys.modules);"
         f"read_pairs('tfds:greetings/en-de', 'train', '', {there!r})"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.stdout == "('Hello.', 'Hallo.') False\n", output.stderr
     assert "must be prepared as array_record" in output.stderr
 
 
@@ -563,8 +526,14 @@ def test_the_embedded_phrases_are_made_for_the_direction_that_is_wanted(small, t
     assert list(pairs) == list(read_pairs("cldr:ko-en", "test", cache_dir=str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["*array_record*", "dataset_info.json"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("*array_record*", lambda file: file.write_bytes(b"{")),
+        ("dataset_info.json", lambda file: file.write_bytes(b"{")),
+        ("dataset_info.json", Path.unlink),
+    ],
+)
 def test_damaged_phrases_in_the_cache_are_made_again(small, tmp_path, name, damage):
     """array_record and protobuf raise errors of their own."""
     whole = list(read_pairs("cldr:en-ko", "test", cache_dir=str(tmp_path)))

@@ -1,14 +1,8 @@
 """A process that is killed leaves a folder from which the next one continues without a trace."""
 
 import errno
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from training_jobs import shared_programs
 
 from benchmarks import crash

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import random_params
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding.models import prepare_for_decoding
@@ -16,7 +17,7 @@ from flaxformer_min.model.linear import Linear
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 
-CONFIG = ModelConfig(vocab_size=50, num_layers=2, d_model=32, d_ff=64, num_heads=4)
+CONFIG = ModelConfig(vocab_size=50, num_layers=1, d_model=32, d_ff=64, num_heads=4)
 BATCH = Batch(
     one_sentence_per_row(jnp.array([[5, 6, 7, 3], [9, 3, 0, 0]])),
     one_sentence_per_row(jnp.array([[8, 4, 3], [11, 12, 3]])),
@@ -25,7 +26,11 @@ BATCH = Batch(
 
 def model_and_params(**changes):
     model = Transformer(dataclasses.replace(CONFIG, **changes))
-    return model, model.init(jax.random.key(0), BATCH)["params"]
+    return model, jax.tree.map(lambda leaf: leaf / 4, random_params(model.config))
+
+
+def logits(model, params):
+    return model.apply({"params": params}, BATCH)
 
 
 def paths(params):
@@ -56,16 +61,13 @@ def test_on_a_cpu_a_bfloat16_model_has_bfloat16_products_with_weights_alone(embe
         embeddings != "separate"
     )
     exact = Transformer(dataclasses.replace(model.config, dtype="float32"))
-    expected = exact.apply({"params": params}, BATCH)
-    found = suited.apply({"params": suited_params}, BATCH)
+    expected, found = logits(exact, params), logits(suited, suited_params)
     assert found.dtype == jnp.float32
     assert 0 < np.abs(found - expected).max() < 0.05
 
 
 @pytest.mark.parametrize("embeddings", ["shared", "target_tied", "separate"])
-def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_logits(
-    embeddings,
-):
+def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_logits(embeddings):
     model, params = model_and_params(dtype="float32", embeddings=embeddings)
     suited, suited_params = prepare_for_decoding(model, params)
     added = {path: x for path, x in paths(suited_params).items() if path not in paths(params)}
@@ -73,10 +75,8 @@ def test_on_a_cpu_a_float32_model_has_its_tied_table_transposed_and_the_same_log
     assert [*added] == ([f"{tied}/{OUTPUT_KERNEL}"] if tied else [])
     for kernel in added.values():
         np.testing.assert_array_equal(kernel, np.asarray(params[tied]["table"]).T)
-    expected = model.apply({"params": params}, BATCH)
-    np.testing.assert_allclose(
-        suited.apply({"params": suited_params}, BATCH), expected, rtol=1e-5, atol=1e-5
-    )
+    expected, found = logits(model, params), logits(suited, suited_params)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -87,8 +87,7 @@ def test_on_accelerators_a_bfloat16_model_stores_the_weights_that_it_multiplies(
     model, params = model_and_params(dtype="bfloat16", embeddings=embeddings)
     with compiling_for([SimpleNamespace(platform=platform, compute_capability="9.0")]):
         kept, suited_params = prepare_for_decoding(model, params)
-        found = kept.apply({"params": suited_params}, BATCH)
-        expected = model.apply({"params": params}, BATCH)
+        found, expected = logits(kept, suited_params), logits(model, params)
     assert kept is model
     for path, leaf in paths(suited_params).items():
         in_bfloat16 = path.endswith(("/kernel", OUTPUT_KERNEL))

@@ -9,11 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from flaxformer_min.kernels.backend import (
-    backend,
-    compiling_for,
-    compute_dtype,
-)
+from flaxformer_min.kernels.backend import backend, compiling_for, compute_dtype
 from flaxformer_min.system import compilation, devices
 from flaxformer_min.system.devices import configure_cpu_devices
 

@@ -169,6 +169,7 @@ def test_training_continues_as_of_any_run_and_nothing_is_translated_or_written_t
     assert (student / "distilled" / "text" / "train.es").stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_one_teacher_and_runs_by_themselves_are_several(
     untrained, teacher, job, tmp_path
 ):

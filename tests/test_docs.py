@@ -227,7 +227,7 @@ def test_the_messages_that_troubleshooting_quotes_are_those_of_the_package():
 
 
 def test_every_stop_of_the_contents_is_a_function_of_its_file():
-    """The ways of a batch and of a line; a row without a file has that of the row above."""
+    """The ways of a batch and of a line; each has the numbers 1 to 20."""
     numbers, file = [], ""
     for row in re.findall(r"^\| \d.*\|$", read(DOCS / "index.md").split("### The way")[1], re.M):
         stops, functions, where = row.split("|")[1:4]

@@ -1,7 +1,6 @@
 """Training as a library call: what it takes, what it leaves, and how it is interrupted."""
 
 import dataclasses
-import inspect
 import json
 import logging
 import os
@@ -119,15 +118,6 @@ def test_a_run_records_the_type_that_its_layers_computed_in(uncut):
 def test_a_call_on_a_finished_run_returns_what_it_found(uncut):
     again = train(CONFIG, uncut.run.path, pairs=PAIRS)
     assert again.step == 6 and again.validation == uncut.validation
-
-
-@pytest.mark.slow
-def test_a_stop_request_saves_and_the_same_call_continues_bit_for_bit(uncut, tmp_path):
-    polls = iter(range(100))
-    part = train(CONFIG, tmp_path / "cut", pairs=PAIRS, stop=lambda: next(polls) >= 2)
-    assert part.stopped and 0 < part.step < 6
-    assert not train(CONFIG, tmp_path / "cut", pairs=PAIRS).stopped
-    assert same(uncut.run.path, tmp_path / "cut")
 
 
 @pytest.mark.parametrize("validate_every", [1, 50])
@@ -307,11 +297,6 @@ def test_a_second_training_in_a_process_is_refused(tmp_path):
     assert not train(CONFIG, tmp_path / "first", pairs=PAIRS).stopped
 
 
-def test_a_workdir_that_is_no_folder_is_refused():
-    with pytest.raises(ValueError, match="workdir must be a folder, as text or a Path; got None"):
-        inspect.unwrap(train)(CONFIG, None, pairs=PAIRS)
-
-
 def test_a_model_without_the_methods_of_training_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="hidden_states and logits; Dense has no hidden_states"):
         train(CONFIG, tmp_path / "run", pairs=PAIRS, model=nn.Dense(3))
@@ -449,6 +434,7 @@ def test_pairs_that_are_none_are_refused_by_name_before_training(tmp_path, pairs
 @pytest.mark.parametrize(
     "arguments, error",
     [
+        ({"workdir": None}, r"workdir must be a folder, as text or a Path; got None\.$"),
         ({"config": {}}, r"config must be a Config, .* got dict\.$"),
         ({"config": Config}, r"config must be a Config, .* got type\.$"),
         ({"model": Transformer}, r"an instance of a Linen module, .* got the class Transformer\.$"),
@@ -467,6 +453,7 @@ def test_arguments_of_another_type_are_refused_before_there_is_a_folder(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_vocabulary_that_is_told_is_that_of_the_tokenizer(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxformer_min")
     model = dataclasses.replace(CONFIG.model, vocab_size=2000)
@@ -576,6 +563,7 @@ def test_other_validation_text_is_reported_and_its_scores_are_not_compared(tmp_p
     assert result.translator.restored[0].step == 8
 
 
+@pytest.mark.slow
 def test_at_the_end_of_a_run_other_validation_text_compares_the_mean_with_the_newest(
     tmp_path, monkeypatch, caplog
 ):

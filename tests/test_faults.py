@@ -389,10 +389,6 @@ def copied(described, tmp_path):
     return shutil.copytree(described, tmp_path / "copy")
 
 
-def test_the_parameters_of_a_run_are_restored_with_its_own_files(copied):
-    assert RunFolder(copied).params().step == 1
-
-
 @pytest.mark.parametrize(
     "setting, value",
     [("norm", "pre"), ("positional_encoding", "halves"), ("num_heads", 4), ("num_heads", 1)],
@@ -402,21 +398,6 @@ def test_an_edited_setting_of_the_model_is_an_error_that_names_it(copied, settin
     rewrite_config(copied, "model", **{setting: value})
     with pytest.raises(ValueError, match=f"model.{setting}: .* in the checkpoint, {value!r} in"):
         RunFolder(copied).params()
-
-
-@pytest.mark.usefixtures("programs_are_shared")
-def test_an_edited_setting_of_training_is_an_error_that_names_it(tmp_path):
-    """The text alone may have moved, and whoever translates needs no settings of training."""
-    config, run = small_config(tmp_path, steps=2), tmp_path / "run"
-    train(config, run)
-    for setting, value in (("clip_norm", 0.9), ("ema_decay", 0.5), ("learning_rate_scale", 3.0)):
-        rewrite_config(run, "training", **{setting: value})
-        named = f"training.{setting}: .* in the checkpoint, {value} in"
-        with pytest.raises(ValueError, match=named):
-            train(RunFolder(run).config(), run)
-        assert RunFolder(run).params().step == 2
-        rewrite_config(run, "training", **{setting: getattr(config.training, setting)})
-    assert train(RunFolder(run).config(), run).step == 2
 
 
 @pytest.mark.parametrize("setting, value", [("dropout", 0.3), ("dtype", "bfloat16")])
@@ -434,20 +415,6 @@ def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsy
         RunFolder(copied).params()
     assert cli.main(["plot", "attention", str(copied), "a", "--output", "none.svg"]) == 2
     assert "tokenizer.model" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_training_continues_with_the_same_tokenizer_and_settings_only(tmp_path):
-    config = small_config(tmp_path, steps=3)
-    train(config, tmp_path / "run")
-    longer = dataclasses.replace(config.training, steps=4)
-    config = dataclasses.replace(config, training=longer)
-    other = dataclasses.replace(config.model, norm="pre")
-    rewrite_config(tmp_path / "run", "model", norm="pre")
-    with pytest.raises(ValueError, match="model.norm: 'post' in the checkpoint, 'pre' in"):
-        train(dataclasses.replace(config, model=other), tmp_path / "run")
-    rewrite_config(tmp_path / "run", "model", norm="post")
-    assert train(config, tmp_path / "run").step == 4
 
 
 # Codes of languages.
@@ -474,8 +441,7 @@ def test_two_codes_are_told_apart_though_they_have_hyphens(text, known, expected
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""],
+    "text", ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""]
 )
 def test_what_cannot_be_told_apart_is_an_error(text):
     with pytest.raises(ValueError, match="languages must"):
@@ -590,9 +556,7 @@ def start_alone(process, seconds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "process, number", [(1, signal.SIGINT), (1, signal.SIGTERM), (0, signal.SIGINT)]
-)
+@pytest.mark.parametrize("process, number", [(1, signal.SIGTERM), (0, signal.SIGINT)])
 def test_who_waits_for_the_other_processes_ends_at_a_signal(process, number):
     with start_alone(process, 60) as waiting:
         assert waiting.stderr.readline().startswith("waiting for ")
@@ -733,6 +697,7 @@ def refusal_of_a_locked_run(workdir):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(tmp_path):
     context = multiprocessing.get_context("spawn")
     with RunFolder(tmp_path).locked(), ProcessPoolExecutor(1, context) as pool:
@@ -794,11 +759,6 @@ def test_a_search_setting_that_there_is_not_is_named_with_those_that_there_are(t
 def test_translate_returns_one_translation_and_refuses_several(translator):
     with pytest.raises(ValueError, match="got n_best=2. For several, call hypotheses"):
         translator.translate(["the house"], beam_size=2, n_best=2)
-
-
-def test_a_beam_is_no_wider_than_the_vocabulary(translator):
-    with pytest.raises(ValueError, match="beam_size must not exceed the vocabulary of"):
-        translator.translate(["the house"], beam_size=10_000)
 
 
 def test_what_is_suppressed_is_in_the_vocabulary(translator):

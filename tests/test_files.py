@@ -80,10 +80,7 @@ def test_in_a_cache_another_process_wrote_the_same(tmp_path):
 @pytest.mark.parametrize(("cached", "left"), [(False, {"new", ".thesis.partial"}), (True, {"new"})])
 @pytest.mark.parametrize(
     ("leave", "write_new"),
-    [
-        (Path.touch, partial(write_atomically, content="whole")),
-        (Path.mkdir, write),
-    ],
+    [(Path.touch, partial(write_atomically, content="whole")), (Path.mkdir, write)],
     ids=["file", "folder"],
 )
 def test_only_what_a_cache_abandoned_is_removed_whatever_its_name(

@@ -106,8 +106,7 @@ slow = pytest.mark.slow
 
 @slow
 @pytest.mark.parametrize(
-    "kind, opened",
-    [("pickle", "to translate"), ("pickle", "to train"), ("Python", "to translate")],
+    "kind, opened", [("pickle", "to translate"), ("pickle", "to train"), ("Python", "to translate")]
 )
 def test_nothing_planted_in_any_file_executes(tmp_path, planted, intact, marker, kind, opened):
     """In one file after the other."""

@@ -116,9 +116,8 @@ def test_callbacks_get_each_step_and_each_validation_once(config, tmp_path):
     assert lines[6]["validation_loss"] == validations[6]["validation_loss"]
 
 
-@pytest.mark.parametrize(
-    "given", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["setting", "given"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True], ids=["setting", "given"])
 def test_a_schedule_free_run_is_validated_and_translates_with_its_average(tmp_path, given):
     """x of y = (1 - β) z + β x (Defazio et al. 2024), which no step has as its parameters."""
     schedule_free = optax.contrib.schedule_free_adamw(1e-2, b1=0.9)
@@ -139,6 +138,7 @@ def test_a_schedule_free_run_is_validated_and_translates_with_its_average(tmp_pa
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.slow
 def test_fine_tuning_schedule_free_begins_all_its_sequences_with_the_given_parameters(tmp_path):
     former = train(changed(small_config(tmp_path), "training", steps=3), tmp_path / "former").run
     config = small_config(tmp_path, optimizer="schedule_free", init_from=str(former.path), steps=1)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import predecessors_measure
 from jaxtyping import install_import_hook
 
@@ -24,6 +21,8 @@ with install_import_hook("predecessors", "beartype.beartype"):
 from flaxformer_min import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig, train
 from flaxformer_min.data.tokenizer import train_tokenizer
 from flaxformer_min.tokens import BOS, EOS, Batch, Tokens, one_sentence_per_row
+
+pytestmark = pytest.mark.slow
 
 MODELS = [FixedVectorRNN, AttentionalRNN]
 CONFIG = ModelConfig(
@@ -218,7 +217,6 @@ def settings(steps):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_a_recurrent_model_trains_resumes_and_translates_through_the_public_calls(model, tmp_path):
     """Interrupted and continued it is the same run, and it has learned to reverse short lines."""
@@ -354,7 +352,6 @@ def benchmark(tmp_path, monkeypatch):
     return lambda *more: module.main([*given, *more])
 
 
-@pytest.mark.slow
 def test_the_benchmark_makes_what_is_missing_and_keeps_the_rest(benchmark, tmp_path):
     """Stopped before anything is made, then made, then made again but for one training."""
     assert benchmark("--minutes", "1e-9") == 3

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from training_jobs import changed, shared_programs, small_config, write_config
 
 from benchmarks.crash import differences
@@ -38,10 +36,7 @@ def pair(*command, flags=ALONE):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     meet = ["--distributed.coordinator", where, "--distributed.num-processes", "2"]
     both = [
         subprocess.Popen(

@@ -63,6 +63,7 @@ def test_a_model_is_trained_in_both_directions_and_then_in_one(folder):
     assert one.config().data.languages == "en-de" and one.newest_step() == 2
 
 
+@pytest.mark.slow
 def test_a_student_is_distilled(folder):
     lines = (folder / "my/folder/train.en").read_text().splitlines()
     data = DataConfig(languages="en-de")

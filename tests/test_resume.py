@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from training_jobs import (
-    changed,
-    make_initial_state,
-    small_config,
-    stopped_after,
-)
+from training_jobs import changed, make_initial_state, small_config, stopped_after
 
 from benchmarks.crash import differences, leftovers, newest
 from flaxformer_min.cli.train import main
@@ -56,30 +49,19 @@ def log(caplog):
     "batches, cuts, settings, workers",
     [
         pytest.param(4, (1, 2, 3, 4, 7), {}, 0, id="post-norm"),
-        pytest.param(
-            2,
-            (2, 5),
-            {"model": {"norm": "pre"}, "gradient_accumulation": 2},
-            0,
-            id="pre-norm, accumulating",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(2, (2, 5), {"model": {"norm": "pre"}, "gradient_accumulation": 2}, 0,
+         id="pre-norm, accumulating", marks=pytest.mark.slow),
         pytest.param(4, (3, 5), {}, 1, id="worker processes", marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            (4, 7, 8),
-            {"ema_decay": 0.9, "r_drop": 1.0, "cooldown_steps": 5, "average_checkpoints": 2},
-            0,
-            id="all that regularises",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(4, (4, 7, 8),
+         {"ema_decay": 0.9, "r_drop": 1.0, "cooldown_steps": 5, "average_checkpoints": 2}, 0,
+         id="all that regularises", marks=pytest.mark.slow),
         pytest.param(4, (4, 7), {"simcut": 3.0}, 0, id="simcut", marks=pytest.mark.slow),
         *(
             pytest.param(4, (4, 7), {"optimizer": name}, 0, id=name, marks=pytest.mark.slow)
             for name in ("muon", "schedule_free")
         ),
     ],
-)
+)  # fmt: skip
 def test_a_run_cut_anywhere_equals_the_uncut_run_bit_for_bit(
     request, tmp_path, log, batches, cuts, settings, workers
 ):
@@ -161,7 +143,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
         )
 
 
-@pytest.fixture(params=["file size", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.fixture(params=["file size", "disk"])
 def limited(request, tmp_path):
     """A folder, how to leave no room for a checkpoint in it, and how to make room again."""
     folder = tmp_path / "limited"
@@ -189,6 +171,7 @@ def limited(request, tmp_path):
 
 # TensorStore may report a write that failed when nothing waits for it any more.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_a_full_disk_stops_training_and_costs_only_what_was_not_saved(
     config, uncut, tmp_path, limited, capsys, caplog, failed_transfers
 ):

@@ -200,13 +200,13 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sentences(alpha):
     [
         (0.0, 2, 2, 0, 9),
         slow(0.6, 2, 2, 0, 9),
-        (1.0, 2, 2, 0, 9),
+        slow(1.0, 2, 2, 0, 9),
         slow(0.6, 2, 2, 2, 9),
         slow(0.0, 3, 1, 2, 9),
         (0.6, 3, 1, 2, 9),
         slow(1.0, 3, 1, 2, 9),
         slow(0.0, 5, 4, 2, 139),
-        (0.6, 5, 4, 2, 139),
+        slow(0.6, 5, 4, 2, 139),
         slow(1.0, 5, 4, 2, 139),
     ],
 )
@@ -460,7 +460,7 @@ def test_where_nothing_else_fits_the_end_is_forced(length, max_length):
     assert (found.score[0, 1:] == -np.inf).all()
 
 
-@pytest.mark.parametrize("halvings, capacity", [(0, 8), (1, 8), (2, 6)])
+@pytest.mark.parametrize("halvings, capacity", [slow(0, 8), slow(1, 8), (2, 6)])
 def test_a_sentence_whose_cache_fills_up_is_reported_and_the_others_lose_nothing(
     halvings, capacity
 ):
@@ -486,8 +486,8 @@ def test_a_batch_is_halved_when_half_of_its_sentences_are_done():
     assert BATCHES == [8] * 2 + [2] * 4 + [1] * 3
 
 
-SAMPLINGS = [None, Sampling(), Sampling(top_k=3, top_p=0.7)]
-SAMPLINGS += [slow(Sampling(top_k=3)), slow(Sampling(top_p=0.7))]
+SAMPLINGS = [None, Sampling(top_k=3, top_p=0.7)]
+SAMPLINGS += [slow(sampling) for sampling in (Sampling(), Sampling(top_k=3), Sampling(top_p=0.7))]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

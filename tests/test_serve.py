@@ -41,6 +41,7 @@ def test_what_a_pair_computes_in_batches_is_what_the_translator_gives_alone(pair
         ]
 
 
+@pytest.mark.slow
 def test_attention_at_a_padded_width_is_that_of_the_sentence(pair, translator):
     """The mean of layers and heads, as `Translator.attention` gives them without padding."""
     for source, target in (("the red house", "9 doors"), ("x", "")):

@@ -11,13 +11,7 @@ from flaxformer_min.config import Config, ModelConfig, TrainingConfig
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import CUT, EOS, Batch, Tokens, shift_right
 from flaxformer_min.training.loss import sum_over_tokens
-from flaxformer_min.training.step import (
-    TrainState,
-    cut_copy,
-    gradient_sums,
-    init_state,
-    randomness,
-)
+from flaxformer_min.training.step import TrainState, cut_copy, gradient_sums, init_state, randomness
 
 CONFIG = ModelConfig(
     vocab_size=13,

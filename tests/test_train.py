@@ -3,16 +3,10 @@
 import logging
 import os
 import re
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from tiny_run import make_tiny_run
 from training_jobs import changed, small_config, stopped_after, watched_steps
 
@@ -137,6 +131,19 @@ def test_other_settings_in_an_existing_run_are_named_and_refused(config, tmp_pat
     assert "model.d_ff: 16 in the run, 32 now" in error
     assert "training.seed: 0 in the run, 4 now" in error
     assert "choose another --workdir" in error
+
+
+def test_an_edited_setting_of_training_is_an_error_that_names_it(config, tmp_path):
+    """The text alone may have moved, and whoever translates needs no settings of training."""
+    run = train(with_steps(config, 2), tmp_path / "run").run
+    file = run.path / "config.json"
+    kept = file.read_text()
+    file.write_text(kept.replace('"clip_norm": null', '"clip_norm": 0.9'))
+    with pytest.raises(ValueError, match="training.clip_norm: .* in the checkpoint, 0.9 in"):
+        train(run.config(), run.path)
+    assert run.params().step == 2
+    file.write_text(kept)
+    assert train(run.config(), run.path).step == 2
 
 
 def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(config, tmp_path):

@@ -15,8 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from training_jobs import watched_steps, write_config
 
 from benchmarks.crash import newest

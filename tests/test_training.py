@@ -26,11 +26,7 @@ from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.system.compilation import CompileClock
 from flaxformer_min.tokens import Batch, Tokens, one_sentence_per_row
-from flaxformer_min.training.loss import (
-    cross_entropy,
-    score_token,
-    sum_over_tokens,
-)
+from flaxformer_min.training.loss import cross_entropy, score_token, sum_over_tokens
 from flaxformer_min.training.metrics import MetricsLog, read_metrics
 from flaxformer_min.training.optimizer import averaged_params, complete_optimizer, make_optimizer
 from flaxformer_min.training.schedule import learning_rate
@@ -72,7 +68,8 @@ def test_many_devices_learn_what_one_learns(devices):
     assert one["loss"][-1] < one["loss"][0] - 0.5
 
 
-@pytest.mark.parametrize("devices, accumulation", [pytest.param(1, 4, marks=slow), (2, 2)])
+@slow
+@pytest.mark.parametrize("devices, accumulation", [(1, 4), (2, 2)])
 def test_accumulated_batches_make_the_step_of_one_large_batch(devices, accumulation):
     one, accumulated = curve(1), curve(devices, accumulation)
     np.testing.assert_allclose(accumulated["loss"], one["loss"], rtol=1e-5)
@@ -290,11 +287,6 @@ def test_rows_draw_different_dropout(learner):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def moments(state):
-    """Adam's averages of gradients; its counts are scalars."""
-    return [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-
-
 def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
     broken = learner.state()
     table = broken.params["embedding"]["table"].at[5, 0].set(jnp.nan)
@@ -332,6 +324,7 @@ def test_the_random_generator_of_a_run_is_not_the_choice_of_the_process(learner)
     )
 
 
+@slow
 def test_jax_names_the_line_behind_the_first_nan_of_a_step(learner):
     """Embeddings of 1e20 are finite; their products in the first attention are not. Padding and
     masks produce none in a step that is finite."""
@@ -344,19 +337,6 @@ def test_jax_names_the_line_behind_the_first_nan_of_a_step(learner):
             learner.step(state._replace(params=params), two_rows())
     files = {Path(str(entry.path)).name for entry in raised.traceback}
     assert "encoder.py" in files and "multi_head_attention.py" in files
-
-
-@slow
-def test_clipping_bounds_what_adam_sees():
-    model = Transformer(ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2))
-    config = Config(model=model.config, training=TrainingConfig(warmup_steps=5, clip_norm=1e-3))
-    state = init_state(model, config)
-    state, metrics = make_train_step(model, config)(state, two_rows())
-    assert float(metrics["gradient_norm"]) > 1e-2
-    first_moment = moments(state)
-    half = first_moment[: len(first_moment) // 2]
-    norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in half))
-    assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
 def test_updates_are_those_of_adam_after_clipping():
@@ -455,7 +435,8 @@ def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=slow)])
+@slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_the_step_under_shard_map_computes_the_same_bits(learner, optimizer):
     """The way on, should `jax.pmap` end. `check_vma` would sum gradients a second time."""
     training = dataclasses.replace(learner.config.training, optimizer=optimizer)

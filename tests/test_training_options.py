@@ -47,6 +47,10 @@ CONFIG = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2
 MODEL = Transformer(CONFIG)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def two_rows():
     ids = jnp.array([[5, 6, 3, 0], [7, 8, 9, 3]], jnp.int32)
     tokens = one_sentence_per_row(ids)
@@ -105,9 +109,7 @@ def plain_gradient(readings):
     return jax.jit(jax.grad(loss, (0, 1)))(*sample[:2])
 
 
-@pytest.mark.parametrize(
-    "chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5, 100]
-)
+@pytest.mark.parametrize("chunk", [slow(1), slow(4), 5, 100])
 @pytest.mark.parametrize("readings", [1, 2])
 def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     chunk, readings, monkeypatch
@@ -141,9 +143,10 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     """Liang et al. 2021: without dropout the two agree, so their weight does not matter."""
-    combinations = ((0.0, 0.0), (0.0, 1.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))
+    combinations = ((0.0, 0.0), (0.0, 5.0), (0.4, 1.0), (0.4, 5.0))
     batch = two_rows()
     state = TrainState(jnp.int32(0), None, None, jax.random.key(1))
     random = randomness(state, 0, 0, len(batch.target.ids), TrainingConfig())
@@ -155,7 +158,7 @@ def test_r_drop_reads_a_batch_under_two_masks(averaging_learner):
     _, first = averaging_learner
     together = jax.jit(lambda params: [loss(params, *each) for each in combinations])
     losses = dict(zip(combinations, map(float, together(first.params)), strict=True))
-    assert losses[0.0, 1.0] == losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
+    assert losses[0.0, 5.0] == pytest.approx(losses[0.0, 0.0], rel=1e-6)
     assert losses[0.4, 5.0] > losses[0.4, 1.0] + 0.1
 
 
@@ -468,9 +471,9 @@ def worse_from_step_to_step(validator, params, step):
     "best_by, changes, counts",
     [
         ("bleu", {}, True),
-        ("bleu", {"validation_sentences": 3}, False),
+        slow("bleu", {"validation_sentences": 3}, False),
         ("bleu", {"beam_size": 2}, False),
-        ("bleu", {"batch_size": 8}, True),
+        slow("bleu", {"batch_size": 8}, True),
         ("loss", {"validation_sentences": 3, "beam_size": 2}, True),
     ],
 )

@@ -94,25 +94,12 @@ def test_a_translation_does_not_depend_on_its_batch_mates(translator, expected, 
     assert_same(found, [expected[i] for i in short[:20]])
 
 
-@pytest.mark.slow
-def test_a_translation_does_not_depend_on_the_batch_size(run, expected):
-    found = Translator.load(run).hypotheses(mixed_lines(COUNT), batch_size=64)
-    assert_same(found, expected)
-
-
 def test_a_translation_does_not_depend_on_padding(translator, expected, short):
     """A longer line pads all lines of its batch to its own length."""
     lines = mixed_lines(COUNT)
     (long, *_) = set(range(COUNT)) - set(short)
     found = translator.hypotheses([lines[i] for i in (long, *short[:5])])
     assert_same(found[1:], [expected[i] for i in short[:5]])
-
-
-@pytest.mark.slow
-def test_a_translation_does_not_depend_on_padding_of_many_tokens(translator, expected):
-    long = " ".join(LINES[:2])
-    found = translator.hypotheses([long, *mixed_lines(COUNT)[:5]])
-    assert_same(found[1:], expected[:5])
 
 
 @pytest.mark.slow
@@ -167,6 +154,7 @@ def test_translate_returns_the_best_text_of_each_line(translator, expected):
     ]
 
 
+@pytest.mark.slow
 def test_without_scores_the_texts_of_hypotheses_are_the_same(translator):
     """Greedily they are not computed; of a beam they decide, so they are there."""
     lines = ["", *mixed_lines(8)]
@@ -232,6 +220,7 @@ def test_scores_are_those_of_teacher_forcing_token_by_token(translator):
         assert scored.log_prob == pytest.approx(sum(by_hand), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller):
     """Hypotheses have the score that the whole text has; no prefix changes nothing."""
     lines, prefixes = ["ABC", "ABCDEFGHIJ", "F"], ["AB", "", "CDEFGH"]
@@ -248,17 +237,6 @@ def test_a_forced_prefix_begins_the_translation_and_counts_in_its_score(speller)
     assert_same(found[1:2], speller.hypotheses(lines, **settings)[1:2])
 
 
-@pytest.mark.slow
-def test_a_forced_prefix_begins_the_translation_of_a_run(translator):
-    lines = ["the red house has 3 doors", "the blue house", "the green house"]
-    prefixes = ["the blue", "", "red house"]
-    settings = dict(n_best=2)
-    found = translator.hypotheses(lines, prefixes, **settings)
-    for hypotheses, prefix in zip(found, prefixes, strict=True):
-        assert all(each.text.startswith(prefix) for each in hypotheses)
-    assert_same(found[1:2], translator.hypotheses(lines[1:2], **settings))
-
-
 def test_a_prefix_that_cannot_be_followed_is_refused(translator):
     with pytest.raises(ValueError, match="prefix 1 has 2[0-9]+ tokens, the limit is 2048. Shorten"):
         translator.hypotheses(["red"], ["1" * 2_100], max_extra_tokens=5_000)
@@ -266,17 +244,6 @@ def test_a_prefix_that_cannot_be_followed_is_refused(translator):
         translator.hypotheses(["red", "red"], ["", "the red house " * 9])
     with pytest.raises(ValueError, match="one prefix for each line; got 1 for 3"):
         translator.hypotheses(["a", "b", "c"], ["the"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beam_size", [2, 4])
-def test_n_best_is_ordered_by_score(translator, beam_size):
-    settings = dict(beam_size=beam_size, n_best=beam_size)
-    for hypotheses in translator.hypotheses(mixed_lines(10), **settings):
-        scores = [each.score for each in hypotheses]
-        assert len(scores) == beam_size
-        assert scores == sorted(scores, reverse=True)
-        assert len({each.log_prob for each in hypotheses}) == len(hypotheses)
 
 
 def test_samples_repeat_by_seed_and_line(translator, short):
@@ -295,6 +262,7 @@ def test_samples_repeat_by_seed_and_line(translator, short):
     assert texts(1)[5:] == texts(1, first_line=6, lines=lines[5:])
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_their_line_whatever_generator_is_jaxs_default(run, translator, short):
     """Some draw differently for a sentence alone and in a batch."""
     lines = [mixed_lines(COUNT)[i] for i in short[:4]]
@@ -335,12 +303,6 @@ def test_models_decide_together_by_the_mean_of_their_probabilities(tmp_path, run
     mean = np.log(np.mean(np.exp(single), axis=0))
     both = Translator.load(run, other)
     np.testing.assert_allclose(both.score(pairs)[0].log_probs, mean, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_and_itself_decide_as_it_does_alone(run, expected):
-    twice = Translator.load(run, run)
-    assert_same(twice.hypotheses(mixed_lines(COUNT)[:10]), expected[:10])
 
 
 @pytest.mark.slow
@@ -501,7 +463,7 @@ def test_the_translator_restores_what_was_trained(run, translator):
     jax.tree.map(np.testing.assert_array_equal, params, found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_loaded_translator_takes_other_parameters_of_its_model(run, dtype):
     """As they are trained: what a device adds to them is the translator's business."""
     translator = Translator.load(run, dtype=dtype)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
-from flaxformer_min.config import SearchConfig
+from flaxformer_min.config import DataConfig, SearchConfig
 from flaxformer_min.data.batches import single_pass
 from flaxformer_min.data.corpora.pairs import is_empty
 from flaxformer_min.data.encoding import encode_pairs
@@ -106,10 +106,30 @@ def test_every_line_of_a_file_has_its_line_in_the_output(
 ):
     """A line can contain everything but a line break."""
     monkeypatch.setattr(Translator, "load", lambda *runs, **_: translator)
-    lines = [text.replace("\n", "") for text in texts]
+    lines = [text.replace("\n", "") for text in texts[::5]]
     given = tmp_path / "given"
     given.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
     assert cli.main(["translate", str(run), "--input", str(given), "--output", f"{given}.out"]) == 0
     assert given.with_suffix(".out").read_bytes().count(b"\n") == len(lines)
     assert cli.main(["score", str(run), str(given), str(given)]) == 0
     assert capsys.readouterr().out.count("\n") == len(lines)
+
+
+def test_a_line_that_normalizes_to_nothing_has_an_empty_translation(tmp_path, capsys):
+    """At its place, and with any number of hypotheses; the lines around it keep theirs."""
+    data = DataConfig(languages="en-ko")
+    decoding = SearchConfig(beam_size=2, max_extra_tokens=2)
+    run = make_tiny_run(tmp_path / "run", data=data, decoding=decoding)
+    nothing = ["\u200b", "\u00ad\u2060", "\ufeff\u200e", "\u00a0\u3000"]
+    lines = ["the red house", *nothing, "nine doors"]
+    (tmp_path / "given").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    found = {}
+    for n_best in ("1", "2"):
+        command = ["translate", str(run), "--input", str(tmp_path / "given"), "--n-best", n_best]
+        assert cli.main(command) == 0
+        output, errors = capsys.readouterr()
+        assert errors == ""
+        found[n_best] = output.removesuffix("\n").split("\n")
+    assert len(found["1"]) == 6 and found["1"][1:5] == [""] * 4
+    assert len(found["2"]) == 12 and found["2"][2:10] == [""] * 8
+    assert found["1"][0] and found["1"][5]

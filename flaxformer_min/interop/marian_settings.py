@@ -133,6 +133,7 @@ def read_settings(folder: Path, ignore: Collection[str] = ()) -> tuple[Settings,
     search, config = _without_nulls({**config, **generation}), _without_nulls(config)
     search = {**search, **_single_ends(search)}
     config = {**config, **_single_ends(config)}
+    search = {**{name: config[name] for name in SPECIAL_IDS if name in config}, **search}
     unknown = _check_known(config, search, folder, ignore)
     _check_model(config, path)
     sizes = _vocabulary_sizes(config, path)
