@@ -66,7 +66,7 @@ def test_a_model_is_trained_in_both_directions_and_then_in_one(folder):
 @pytest.mark.slow
 def test_a_student_is_distilled(folder):
     lines = (folder / "my/folder/train.en").read_text().splitlines()
-    data = DataConfig(languages="en-de")
+    data = DataConfig(languages="en-de", normalization="identity")
     sizes = {"vocab_size": 286, "num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2}
     make_tiny_run(folder / "runs" / "mine", lines=lines, data=data, **sizes)
     run_section("7. Distill")
