@@ -1,5 +1,6 @@
 """docs/extending.md is true: its code runs from top to bottom, and does what the page says."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -20,7 +21,19 @@ def lines_of(block):
     return [line for line in block.splitlines() if line.strip()]
 
 
+@pytest.fixture
+def the_log_stays_as_it_is():
+    """A block of the page switches on the log, for the whole process."""
+    root, package = logging.getLogger(), logging.getLogger("flaxformer_min")
+    handlers, levels = root.handlers[:], (root.level, package.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    package.setLevel(levels[1])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("the_log_stays_as_it_is")
 def test_the_code_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
