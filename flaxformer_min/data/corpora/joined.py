@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flaxformer_min.data.corpora.pairs import VALIDATION_NAMES, Pair, Pairs, find_split
+from flaxformer_min.data.corpora.pairs import Pair, Pairs, find_split, matching_splits
 
 LOGGER = logging.getLogger("flaxformer_min")
 
@@ -72,7 +72,8 @@ class JoinedCorpora:
     def pairs(self, split: str) -> Pairs:
         """Return all training pairs, or those of the first corpus that has the split."""
         if split != "train":
-            having = [name for name in self._corpora if self._has(name, split)]
+            known = {name: each.splits() for name, each in self._corpora.items()}
+            having = [name for name in known if matching_splits(split, known[name])]
             if not having:
                 find_split(split, self.splits(), ", ".join(self._corpora))  # which it is not
             LOGGER.info("%s: of %s, the first corpus that has it.", split, having[0])
@@ -82,12 +83,6 @@ class JoinedCorpora:
         listed = [f"{weight:,} x {len(part):,} pairs of {name}" for name, part, weight in sizes]
         LOGGER.info("%s: %s.", split, ", ".join(listed))
         return JoinedPairs(parts, self._weights)
-
-    def _has(self, name: str, split: str) -> bool:
-        """Return whether a corpus has a split, under any name that finds it."""
-        others = VALIDATION_NAMES if split in VALIDATION_NAMES else (split,)
-        known = self._corpora[name].splits()
-        return any(each in others or split == "test" and each.startswith(split) for each in known)
 
 
 class JoinedPairs(Pairs):

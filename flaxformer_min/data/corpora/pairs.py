@@ -69,12 +69,7 @@ class Pairs(Sequence[Pair], abc.ABC):
 
 def find_split(wanted: str, known: list[str], where: str) -> str:
     """Return the split of that name, or the only one with a usual alternative name."""
-    if wanted in known:
-        return wanted
-    if wanted in VALIDATION_NAMES:
-        found = [name for name in known if name in VALIDATION_NAMES]
-    else:
-        found = [name for name in known if wanted == "test" and name.startswith("test")]
+    found = matching_splits(wanted, known)
     if len(found) > 1:
         raise ValueError(
             f"{where} has several splits for {wanted!r}: name one of {list_names(found)}."
@@ -82,6 +77,15 @@ def find_split(wanted: str, known: list[str], where: str) -> str:
     if not found:
         raise ValueError(f"{where} has no split {wanted!r}; it has {list_names(known) or 'none'}.")
     return found[0]
+
+
+def matching_splits(wanted: str, known: list[str]) -> list[str]:
+    """Return the split of that name, or else all with a usual alternative name."""
+    if wanted in known:
+        return [wanted]
+    if wanted in VALIDATION_NAMES:
+        return [name for name in known if name in VALIDATION_NAMES]
+    return [name for name in known if wanted == "test" and name.startswith("test")]
 
 
 def list_names(names: Iterable[str]) -> str:
