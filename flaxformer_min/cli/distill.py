@@ -20,13 +20,13 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flaxformer_min.cli.arguments import make_parser
-from flaxformer_min.cli.lines import CHUNK, on_one_line, progress, read_aligned, write
+from flaxformer_min.cli.lines import CHUNK, append_pairs, on_one_line, progress, read_aligned, write
 from flaxformer_min.cli.options import load
 from flaxformer_min.cli.train import Arguments, read_arguments, run_command
 from flaxformer_min.cli.translate import check_sampling
@@ -179,28 +179,19 @@ class Distillation:
 
     def write_text(self, files: Sequence[Path], validation: Pairs) -> None:
         """Write the corpus: original pairs with all translations, and the other splits."""
-        with folder_atomically(self.text) as folder, contextlib.ExitStack() as stack:
-
-            def put(split: str, pairs: Iterable[tuple[str, str]]) -> None:
-                paths = [folder / f"{split}.{language}" for language in self.languages]
-                opened = [stack.enter_context(path.open("ab")) for path in paths]
-                for sides in pairs:
-                    for file, side in zip(opened, sides, strict=True):
-                        file.write(f"{on_one_line(side)}\n".encode())
-                for file in opened:
-                    file.flush()
-
-            put("train", self.pairs)
-            put("validation", validation)
+        with folder_atomically(self.text) as folder:
+            put = partial(append_pairs, folder, languages=self.languages)
+            put("train", pairs=self.pairs)
+            put("validation", pairs=validation)
             test = None
             with contextlib.suppress(ValueError):  # there is none, which training reports
                 test = open_split(self.config, "test")
             if test is not None:
-                put("test", test)
+                put("test", pairs=test)
             LOGGER.info("%s pairs of %s", f"{len(self.pairs):,}", self.config.data.corpus)
             for teacher, file in zip(self.teachers, files, strict=True):
                 counts = collections.Counter()
-                put("train", self._with_sources(teacher, file, counts))
+                put("train", pairs=self._with_sources(teacher, file, counts))
                 LOGGER.info(
                     "%s translations of %s: %s equal to the original, %s empty ones dropped",
                     *(f"{counts['used']:,}", _name(teacher)),

@@ -1,14 +1,13 @@
 """`inspect`: a report on the text of a corpus, and a copy without the kinds that a user names."""
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.cli.lines import Stop, on_one_line, open_output, write
+from flaxformer_min.cli.lines import Stop, append_pairs, open_output, write
 from flaxformer_min.system.files import folder_atomically
 
 LINE_NUMBERS = 10
@@ -102,15 +101,9 @@ def _write_clean(
     dropped = {each.line for each in found if each.kind in drop}
     with folder_atomically(folder) as scratch:
         for name, pairs in splits.items():
-            with contextlib.ExitStack() as stack:
-                files = [
-                    stack.enter_context((scratch / f"{name}.{language}").open("wb"))
-                    for language in pairs.languages
-                ]
-                for number, pair in enumerate(pairs, start=1):
-                    if name != training or number not in dropped:
-                        for file, text in zip(files, pair, strict=True):
-                            file.write(f"{on_one_line(text)}\n".encode())
+            omitted = dropped if name == training else ()
+            kept_pairs = (pair for line, pair in enumerate(pairs, 1) if line not in omitted)
+            append_pairs(scratch, name, pairs.languages, kept_pairs)
     kept = len(splits[training]) - len(dropped)
     message = (
         f"{folder}: {training} has {kept:,} pairs, without {len(dropped):,}; other splits have all"

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -196,6 +196,18 @@ def progress(total: int | None, shown: bool = True) -> Iterator[Callable[[int], 
 def on_one_line(text: str) -> str:
     """Return the text without line breaks, which a model may spell in bytes."""
     return text.replace("\n", " ").replace("\r", " ")
+
+
+def append_pairs(
+    folder: Path, split: str, languages: Sequence[str], pairs: Iterable[tuple[str, str]]
+) -> None:
+    """Append pairs to `SPLIT.LANGUAGE` of both languages, the files of a corpus `text:DIR`."""
+    with contextlib.ExitStack() as stack:
+        paths = [folder / f"{split}.{language}" for language in languages]
+        files = [stack.enter_context(path.open("ab")) for path in paths]
+        for sides in pairs:
+            for file, side in zip(files, sides, strict=True):
+                file.write(f"{on_one_line(side)}\n".encode())
 
 
 def json_number(value: float) -> float | None:
