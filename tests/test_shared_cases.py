@@ -141,7 +141,7 @@ def test_an_imported_bpe_model_is_not_sampled_from(tmp_path, monkeypatch, capsys
     )
     assert "data.subword_sampling needs tokenizers that know the probability" in said
     assert "such as BPE. Leave it at 0." in said
-    assert [each.name for each in (tmp_path / "fine").iterdir()] == ["lock"]
+    assert not (tmp_path / "fine").exists()
 
 
 def test_a_run_without_languages_is_scored_in_the_one_that_is_named(tmp_path, capsys):
@@ -209,7 +209,7 @@ def test_lines_that_end_in_cr_alone_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     command = ["train", "--workdir", tmp_path / "new", "--data.corpus", "text:text"]
     assert "\\r" in refused(capsys, *command, "--data.languages", "en-de")
-    assert [each.name for each in (tmp_path / "new").iterdir()] == ["lock"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_control_characters_of_a_text_are_shown_as_escapes(tmp_path, monkeypatch, capsys):
