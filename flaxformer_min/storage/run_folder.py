@@ -255,8 +255,9 @@ class RunFolder:
     def locked(self) -> Iterator["RunFolder"]:
         """Lock the run for this process. The system unlocks it when the process ends or is killed.
 
-        A folder that it creates is removed again if no run begins in it. Raises ValueError if another process has locked it, and, before anything is written, for a
-        folder that is not a run and cannot become one; OSError if it cannot be written to.
+        A folder that it creates is removed again if nothing is written to it. Raises ValueError if
+        another process has locked it, and, before anything is written, for a folder that is not a
+        run and cannot become one; OSError if it cannot be written to.
         """
         self._check_ours()
         is_new = not self.path.exists()
