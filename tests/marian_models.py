@@ -5,7 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sentencepiece
+
+import flaxformer_min
+from flaxformer_min import Translator
 
 WORDS = {
     "source": "the old house stands near river my friend walks to market a small red and two dogs",
@@ -152,9 +156,15 @@ def their_log_probs(folder: Path, vocabularies: list[str], spms: list[str]) -> l
 
 def our_log_probs(run: Path) -> list[list[float]]:
     """Return the log-probability of each token of PAIRS by an imported run."""
-    from flaxformer_min import Translator
-
     return [list(each.log_probs) for each in Translator.load(run).score(PAIRS)]
+
+
+def assert_not_imported(model: Path, message: str, **options) -> None:
+    """The import of a model is refused with this message, and makes no run."""
+    run = model.parent / "refused"
+    with pytest.raises(ValueError, match=message):
+        flaxformer_min.import_model(model, run, **options)
+    assert not run.exists()
 
 
 def assert_values_of_ctranslate2(
@@ -183,8 +193,6 @@ def name_a_final_norm(model: Path, monkeypatch) -> None:
 def assert_values_of_transformers(run: Path, model, tokenizer, pairs=PAIRS) -> None:
     """The run gives each token of the targets the log-probability of Hugging Face's model."""
     import torch
-
-    from flaxformer_min import Translator
 
     for (source, target), ours in zip(pairs, Translator.load(run).score(pairs), strict=True):
         batch = tokenizer(source, text_target=target, return_tensors="pt")

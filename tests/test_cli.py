@@ -385,7 +385,7 @@ def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     assert "stdin" in err or "garbage" in err
 
 
-def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
+def test_control_characters_do_not_reach_a_terminal(capsys):
     """They would clear the screen, or hide what is before them; a file gets them as they are."""
     warn_user("one\r two\x1b[2J\x9b three")
     assert capsys.readouterr().err.endswith("warning: one\\r two\\x1b[2J\\x9b three\n")
