@@ -153,15 +153,13 @@ def test_a_closed_terminal_interrupts_only_once():
         assert stop.status == 129
 
 
+@pytest.mark.usefixtures("hangups_arrive")
 def test_under_nohup_a_closed_terminal_changes_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 @pytest.mark.slow
@@ -300,14 +298,13 @@ def test_a_run_folder_executes_nothing_that_it_names(planted, tmp_path, capsys, 
     run = make_tiny_run(tmp_path / "run", steps=())
     folder = plant_dataset(run / "data", FOREIGN[0])
     rewrite_config(run, "data", corpus="tfds:planted_set", cache_dir=folder, download=True)
+    (run / "lock").unlink(missing_ok=True)
     before = contents(run)
     assert cli.main([word.replace("RUN", str(run)) for word in command]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not planted.exists()
-    after = contents(run)
-    assert {name: after[name] for name in before if name != "lock"} == {
-        name: before[name] for name in before if name != "lock"
-    }
+    (run / "lock").unlink(missing_ok=True)
+    assert contents(run) == before
 
 
 def test_a_run_chooses_no_folder_for_caches(tmp_path, caplog):
@@ -441,18 +438,15 @@ def test_bleu_is_that_of_the_target_language():
 
 @pytest.mark.parametrize("names", [("train.en", "train.de"), ("train.tsv",)])
 def test_changed_text_of_equal_path_size_and_time_is_other_text(tmp_path, names):
-    def fingerprint():
+    def fingerprint(text):
+        for name in names:
+            (tmp_path / name).write_text(f"{text}\tzwei\n" if name.endswith("tsv") else text)
+            os.utime(tmp_path / name, (1, 1))
         return read_pairs(f"text:{tmp_path}", "train", "en-de").fingerprint()
 
-    for name in names:
-        (tmp_path / name).write_text("one\tzwei\n" if name.endswith("tsv") else "one\n")
-    before = fingerprint()
-    status = (tmp_path / names[0]).stat()
-    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("one", "two"))
-    os.utime(tmp_path / names[0], ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert fingerprint() != before
-    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("two", "one"))
-    assert fingerprint() == before
+    before = fingerprint("one")
+    assert fingerprint("two") != before
+    assert fingerprint("one") == before
 
 
 EMPTIED = """
@@ -543,13 +537,8 @@ def test_who_waits_in_vain_ends_with_a_sentence(process):
 @pytest.mark.slow
 def test_sixty_hostile_cases_end_with_a_sentence_or_a_result():
     """The first of the 2,000 of benchmarks/fuzz.py."""
-    found = subprocess.run(
-        [sys.executable, "benchmarks/fuzz.py", "--cases", "60"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "benchmarks/fuzz.py", "--cases", "60"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert found.stdout.splitlines()[-1].endswith("0 failed"), found.stdout
     assert found.stdout.splitlines()[-1].startswith("60 cases")
 
@@ -712,7 +701,6 @@ def test_what_is_no_list_of_texts_or_pairs_is_refused_by_name(unchecked, method,
         ({"params": []}, "got 1 models and 0 parameters"),
         ({"models": [], "params": []}, "at least one model, .* got 0 models and 0 parameters"),
         ({"tokenizers": object()}, "tokenizers must be two, .* got object. For one of both, give"),
-        ({"tokenizers": (object(),)}, "tokenizers must be two"),
     ],
 )
 def test_a_translator_takes_lists_of_models_and_parameters_and_two_tokenizers(
