@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,27 +47,27 @@ def test_progress_and_how_to_translate_are_printed(config, tmp_path, capsys):
     assert newest(tmp_path / "run")[0] == 9
 
 
-def test_the_command_of_the_package_is_the_same_program(config, tmp_path, capsys):
-    arguments = ["train", config, "--workdir", str(tmp_path / "run"), "--training.steps", "1"]
-    assert cli.main(arguments) == 0
-    assert newest(tmp_path / "run")[0] == 1
+def test_the_command_of_the_package_is_the_same_program(tmp_path, capsys):
     assert cli.main(["train", str(tmp_path / "none.py")]) == 2
     assert capsys.readouterr().err.startswith("flaxformer-min train: error: a config is a Python")
 
 
-def test_a_run_goes_on_where_its_text_has_moved_once_its_config_says_where(
-    config, tmp_path, capsys
-):
-    assert train(config, tmp_path / "run", "--training.steps", "1") == 0
-    shutil.move(tmp_path / "corpus", tmp_path / "moved")
-    moved = ["--training.steps", "2", "--data.corpus", f"text:{tmp_path / 'moved'}"]
-    assert train(config, tmp_path / "run", *moved) == 2
-    file = tmp_path / "run" / "config.json"
-    assert re.search(rf"text .*{re.escape(str(file))}", capsys.readouterr().err)
-    file.write_text(file.read_text().replace(f"{tmp_path}/corpus", f"{tmp_path}/moved"))
-    assert main([str(file), "--training.steps", "2"], "train.py") == 0
+def test_a_run_goes_on_by_the_settings_it_keeps(config, tmp_path, capsys):
+    """`train.py RUN/config.json` is that run, wherever its folder and its text are now."""
+    begin = ["train", config, "--workdir", str(tmp_path / "first"), "--training.steps", "1"]
+    assert cli.main(begin) == 0
+    os.rename(tmp_path / "first", tmp_path / "moved")
+    os.rename(tmp_path / "corpus", tmp_path / "text")
+    kept = tmp_path / "moved" / "config.json"
+    assert read_arguments([str(kept)], "train.py").workdir == tmp_path / "moved"
+    elsewhere = ["--training.steps", "2", "--data.corpus", f"text:{tmp_path}/text"]
+    assert train(config, tmp_path / "moved", *elsewhere) == 2
+    assert re.search(rf"text .*{re.escape(str(kept))}", capsys.readouterr().err)
+    kept.write_text(kept.read_text().replace(f"{tmp_path}/corpus", f"{tmp_path}/text"))
+    assert main([str(kept), "--training.steps", "2"], "train.py") == 0
     printed, errors = capsys.readouterr()
     assert "Continuing from step 1." in printed and errors == ""
+    assert newest(tmp_path / "moved")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -116,16 +115,6 @@ def test_a_config_file_that_makes_no_config_is_reported_in_a_sentence(
     assert main([str(tmp_path / "config.py")]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and "Traceback" not in error
-
-
-def test_a_run_goes_on_by_the_settings_it_keeps(tmp_path, config):
-    """`train.py RUN/config.json` is that run, wherever its folder is now."""
-    assert train(config, tmp_path / "first", "--training.steps", "3") == 0
-    os.rename(tmp_path / "first", tmp_path / "moved")
-    kept = str(tmp_path / "moved" / "config.json")
-    assert read_arguments([kept], "train.py").workdir == tmp_path / "moved"
-    assert main([kept, "--training.steps", "6"]) == 0
-    assert newest(tmp_path / "moved")[0] == 6
 
 
 def test_help_lists_every_setting(capsys):
