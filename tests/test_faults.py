@@ -760,10 +760,6 @@ def test_positions_do_not_wrap_with_the_type_of_the_ids():
     assert {column.dtype for column in tokens} == {jnp.dtype("int32")}
 
 
-def test_the_public_names_are_listed():
-    assert set(flaxformer_min.__all__) <= set(dir(flaxformer_min))
-
-
 def test_a_tokenizer_that_cannot_be_downloaded_is_told(monkeypatch):
     def offline(*_, **__):
         raise urllib.error.URLError("no network")

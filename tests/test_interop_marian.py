@@ -1,6 +1,7 @@
 """Models of Hugging Face's Marian: exported, imported, and the same numbers in both libraries."""
 
 import json
+import pickle
 import shlex
 import struct
 import zipfile
@@ -533,22 +534,21 @@ def test_the_end_may_be_anywhere_and_a_piece_may_be_called_s(opus, transformers,
     assert_values_of_transformers(tmp_path / "again", model, tokenizer, PAIRS[:2])
 
 
-def test_an_imported_tokenizer_samples_pickles_and_decodes(opus):
+def test_an_imported_tokenizer_samples_pickles_and_decodes(of_marian, tmp_path):
     """As the package's own does: the first segmentation is the best, and all decode to the text."""
-    import pickle
-
-    source, target = RunFolder(opus[2]).tokenizers()
+    flaxformer_min.import_model(of_marian[0], tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    source, target = run.tokenizers()
     copied = pickle.loads(pickle.dumps(source))
     assert copied == source and hash(copied) == hash(source) and copied != object()
-    text = ">>deu<<the red house"
+    text = ">>deu<<the old house"
     segmentations = source.encode_segmentations(text, 4)
-    assert len(segmentations) == 4 and segmentations[0] == source.encode(text)
+    assert segmentations[0] == source.encode(text)
     assert len(set(map(tuple, segmentations))) == 4
-    assert {source.decode(ids[1:]) for ids in segmentations} == {"the red house"}
+    assert {source.decode(ids[1:]) for ids in segmentations} == {"the old house"}
     assert source.encode_segmentations(text, 1) == [source.encode(text)]
     assert {ids[0] for ids in segmentations} == {source.encode(">>deu<<")[0]}
-    vocab_size = RunFolder(opus[2]).config().model.vocab_size
-    assert target.vocab_size == len(target.log_probs()) == vocab_size
+    assert target.vocab_size == len(target.log_probs()) == run.config().model.vocab_size
     assert (source.log_probs() <= 0).all()
     with pytest.raises(ValueError, match="lone surrogate"):
         source.encode("\ud800")
@@ -636,7 +636,7 @@ def of_marian(tmp_path):
     own.mkdir()
     spm = train_spm(own / "source.spm", f"{WORDS['source']} {WORDS['target']}")
     (own / "target.spm").write_bytes((own / "source.spm").read_bytes())
-    write_yml(own / "opus.vocab.yml", sorted(pieces_of(spm)))
+    write_yml(own / "opus.vocab.yml", sorted([*pieces_of(spm), ">>deu<<"]))
     return own, write_model(own, ["opus.vocab.yml"], shared=True, depth=2)
 
 
