@@ -94,6 +94,11 @@ def test_a_setting_that_cannot_work_is_one_sentence(config, tmp_path, capsys, ar
     assert "Traceback" not in error
 
 
+def test_a_training_that_is_refused_leaves_no_folder(config, tmp_path):
+    assert train(config, tmp_path / "run", "--data.corpus", "text:/nowhere") == 2
+    assert not (tmp_path / "run").exists()
+
+
 UNKNOWN = "from flaxformer_min.config import *\nconfig = Config(DataConfig(rows_per_bach=16))"
 
 

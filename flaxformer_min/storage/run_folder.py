@@ -255,10 +255,11 @@ class RunFolder:
     def locked(self) -> Iterator["RunFolder"]:
         """Lock the run for this process. The system unlocks it when the process ends or is killed.
 
-        Raises ValueError if another process has locked it, and, before anything is written, for a
+        A folder that it creates is removed again if no run begins in it. Raises ValueError if another process has locked it, and, before anything is written, for a
         folder that is not a run and cannot become one; OSError if it cannot be written to.
         """
         self._check_ours()
+        is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self._open_lock()
@@ -280,7 +281,11 @@ class RunFolder:
             self._write_id(lock)
             for name in ("config.json", "metrics.jsonl", *TOKENIZER_FILES):
                 remove_partial(self.path / name)  # but no output that others write here
-            yield self
+            try:
+                yield self
+            finally:
+                if is_new and os.listdir(self.path) == ["lock"]:
+                    shutil.rmtree(self.path, ignore_errors=True)
 
     def _write_id(self, lock: int) -> None:
         """Write the id of this process into the open lock file."""
