@@ -1,10 +1,15 @@
 """Tiny models in Marian's own files: random weights, made-up words, and CTranslate2's reading."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sentencepiece
+
+import flaxformer_min
+from flaxformer_min import Translator
 
 WORDS = {
     "source": "the old house stands near river my friend walks to market a small red and two dogs",
@@ -23,7 +28,7 @@ dim-emb: 16
 dim-vocabs: [{sizes[0]}, {sizes[1]}]
 enc-depth: {depth}
 transformer-dim-ffn: 24
-transformer-ffn-activation: relu
+transformer-ffn-activation: {activation}
 transformer-decoder-autoreg: self-attention
 transformer-guided-alignment-layer: last
 transformer-heads: 2
@@ -54,7 +59,13 @@ def pieces_of(spm: sentencepiece.SentencePieceProcessor) -> list[str]:
 
 
 def random_arrays(
-    sizes: tuple[int, int], *, shared: bool = False, norm: str = "post", top: str = "n", depth=1
+    sizes: tuple[int, int],
+    *,
+    shared: bool = False,
+    norm: str = "post",
+    top: str = "n",
+    depth: int = 1,
+    activation: str = "relu",
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a model with as many embeddings, named as Marian names them."""
     rng = np.random.default_rng(0)
@@ -86,7 +97,12 @@ def random_arrays(
     add("decoder_ff_logit_out_b", 1, sizes[1])
     places = ("da", "n", top) if norm == "pre" else ("dan", "", "")
     settings = MODEL_YML.format(
-        depth=depth, sizes=sizes, postprocess=places[0], preprocess=places[1], top=places[2]
+        depth=depth,
+        sizes=sizes,
+        activation=activation,
+        postprocess=places[0],
+        preprocess=places[1],
+        top=places[2],
     )
     return {"special:model.yml": np.frombuffer(settings.encode() + b"\0", np.int8), **arrays}
 
@@ -140,6 +156,47 @@ def their_log_probs(folder: Path, vocabularies: list[str], spms: list[str]) -> l
 
 def our_log_probs(run: Path) -> list[list[float]]:
     """Return the log-probability of each token of PAIRS by an imported run."""
-    from flaxformer_min import Translator
-
     return [list(each.log_probs) for each in Translator.load(run).score(PAIRS)]
+
+
+def assert_not_imported(model: Path, message: str, **options) -> None:
+    """The import of a model is refused with this message, and makes no run."""
+    run = model.parent / "refused"
+    with pytest.raises(ValueError, match=message):
+        flaxformer_min.import_model(model, run, **options)
+    assert not run.exists()
+
+
+def assert_values_of_ctranslate2(
+    run: Path, folder: Path, vocabularies: list[str], spms: list[str]
+) -> None:
+    """The run gives each token of PAIRS the log-probability that CTranslate2 reads from there."""
+    expected = their_log_probs(folder, vocabularies, spms)
+    for ours, theirs in zip(our_log_probs(run), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+
+
+def name_a_final_norm(model: Path, monkeypatch) -> None:
+    """Let CTranslate2's converter take a pre-norm model without one: told of it, it reads none."""
+    from ctranslate2.specs.transformer_spec import TransformerSpec
+
+    with np.load(model) as file:
+        arrays = dict(file)
+    settings = arrays["special:model.yml"].tobytes().rstrip(b"\0")
+    settings = settings.replace(b'transformer-postprocess-top: ""\n', b"")
+    settings += b'transformer-postprocess-top: "n"\n\0'
+    np.savez(model, **{**arrays, "special:model.yml": np.frombuffer(settings, np.int8)})
+    whole = TransformerSpec.from_config
+    monkeypatch.setattr(TransformerSpec, "from_config", partial(whole, no_final_norm=True))
+
+
+def assert_values_of_transformers(run: Path, model, tokenizer, pairs=PAIRS) -> None:
+    """The run gives each token of the targets the log-probability of Hugging Face's model."""
+    import torch
+
+    for (source, target), ours in zip(pairs, Translator.load(run).score(pairs), strict=True):
+        batch = tokenizer(source, text_target=target, return_tensors="pt")
+        with torch.inference_mode():
+            logits = model.eval()(**batch).logits[0]
+        theirs = logits.log_softmax(-1).gather(1, batch["labels"].T)[:, 0]
+        np.testing.assert_allclose(ours.log_probs, theirs.numpy(), atol=1e-4, rtol=0)

@@ -1,6 +1,5 @@
 """benchmarks/accelerators.py and hlo.py: what they read from a compiled program, and the FLOPs."""
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -10,12 +9,20 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
+import accelerators
 import hlo
 from common import flops_of_source, flops_of_target
+
+from flaxformer_min.config import Config, DataConfig, ModelConfig
+from flaxformer_min.kernels.backend import compiling_for
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.tokens import Batch, Tokens
+from flaxformer_min.training.step import gradient_sums, initial_state, randomness
 
 PROGRAM = """\
 HloModule jit_step
@@ -66,14 +73,20 @@ def program():
 
 def test_a_loop_counts_as_often_as_it_turns(program):
     """300 once, 70 in each of 10 turns, and 70 once in the loop whose end the data decide."""
-    assert hlo.cycles_by_group(program) == {
-        "loop mul": 70 * 10 + 70,
-        "decoder norm add, backward": 300,
-    }
-
-
-def test_the_turns_are_those_of_the_condition(program):
+    cycles = {"loop mul": 70 * 10 + 70, "decoder norm add, backward": 300}
+    assert hlo.cycles_by_group(program) == cycles
     assert hlo.loops(program) == [("loop", 10, 70), ("open", None, 70)]
+
+
+def test_a_kernel_moves_its_operands_and_its_result(program):
+    """`first` reads 8 x 4 x 4 bytes and writes 4 x 2; `sum` reads 4 x 2 and writes 16.
+
+    What a fusion contains does not run on its own: 1 + 1 in the main computation, 10 + 1 in loops.
+    """
+    kernels = [times for each, times in hlo.executed(program) if hlo.is_kernel(each)]
+    assert sum(kernels) == 13
+    assert hlo.bytes_moved(program) == (128 + 8) + (8 + 16) + 11 * (16 + 16)
+    assert hlo.collectives(program) == {"all-reduce": (1, 16)}
 
 
 def test_a_turn_has_those_of_the_loops_inside_it_if_they_are_known(program):
@@ -91,21 +104,6 @@ def test_a_turn_has_those_of_the_loops_inside_it_if_they_are_known(program):
     )
     turns = {name: cycles for name, _, cycles in hlo.loops(hlo.parse(text))}
     assert turns == {"loop": 70, "ten": 70, "some": 70, "open": 5 + 10 * 70}
-
-
-def test_what_a_fusion_contains_does_not_run_on_its_own(program):
-    """1 + 1 in the main computation, 10 + 1 in the loops."""
-    kernels = [times for each, times in hlo.executed(program) if hlo.is_kernel(each)]
-    assert sum(kernels) == 13
-
-
-def test_a_kernel_moves_its_operands_and_its_result(program):
-    """`first` reads 8 x 4 x 4 bytes and writes 4 x 2; `sum` reads 4 x 2 and writes 16."""
-    assert hlo.bytes_moved(program) == (128 + 8) + (8 + 16) + 11 * (16 + 16)
-
-
-def test_a_collective_counts_the_bytes_of_its_result(program):
-    assert hlo.collectives(program) == {"all-reduce": (1, 16)}
 
 
 def test_an_array_without_an_estimate_is_named(program):
@@ -129,15 +127,11 @@ def test_the_model_flops_are_those_of_a_count_by_hand():
 
 
 def test_the_flops_of_a_batch_are_those_of_rows_that_a_sentence_fills():
-    from accelerators import model_flops
-
-    from flaxformer_min.config import Config, DataConfig, ModelConfig
-
     sizes = ModelConfig(num_layers=1, d_model=2, d_ff=3, num_heads=1, vocab_size=5)
     data = DataConfig(source_row_length=8, target_row_length=8, rows_per_batch=6)
-    config = dataclasses.replace(Config(), data=data, model=sizes)
     # Of a row: 8 tokens of each side, 64 pairs in the encoder, 36 and 64 in the decoder.
-    assert model_flops(config) == 6 * (8 * 72 + 64 * 8 + 8 * 92 + (36 + 64) * 8)
+    expected = 6 * (8 * 72 + 64 * 8 + 8 * 92 + (36 + 64) * 8)
+    assert accelerators.model_flops(Config(data=data, model=sizes)) == expected
 
 
 TPU, H100 = {"platform": "tpu"}, {"platform": "gpu", "compute_capability": "9.0"}
@@ -153,14 +147,6 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
 
     Fused attention computes other numbers for padding, which may change no gradient.
     """
-    import jax
-
-    from flaxformer_min.config import Config, ModelConfig
-    from flaxformer_min.kernels.backend import compiling_for
-    from flaxformer_min.model.transformer import Transformer
-    from flaxformer_min.tokens import Batch, Tokens
-    from flaxformer_min.training.step import gradient_sums, initial_state, randomness
-
     sizes = {"vocab_size": 23, "num_layers": 2, "d_model": 12, "d_ff": 20, "num_heads": 3}
     options = {"dropout": 0.0, "dtype": "float32"}
     model = Transformer(ModelConfig(**sizes, **options))
@@ -170,9 +156,7 @@ def test_what_is_compiled_for_an_accelerator_computes_what_a_cpu_does(target, at
     numbers, segments = np.random.default_rng(0), np.repeat([[1, 1, 1, 2, 2, 0]], 4, 0)
     positions = np.repeat([[0, 1, 2, 0, 1, 0]], 4, 0)
     sides = (
-        Tokens(
-            *(x.astype(np.int32) for x in (numbers.integers(4, 23, (4, 6)), positions, segments))
-        )
+        Tokens(*map(np.int32, (numbers.integers(4, 23, (4, 6)), positions, segments)))
         for _ in range(2)
     )
     batch = jax.tree.map(jax.numpy.asarray, Batch(*sides))
@@ -199,13 +183,11 @@ def run(*arguments, **environment):
     )
 
 
-def test_a_target_without_its_compiler_is_an_error_that_names_the_extra(monkeypatch):
-    import accelerators
-
+@pytest.mark.parametrize("target, extra", [("v5e:2x4", "aot"), ("h100:1", "cuda")])
+def test_a_target_without_its_compiler_is_an_error_that_names_the_extra(monkeypatch, target, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for target, extra in (("v5e:2x4", "aot"), ("h100:1", "cuda")):
-        with pytest.raises(SystemExit, match=rf"not installed. pip install .*\[{extra}\]"):
-            accelerators.devices_of(target)
+    with pytest.raises(SystemExit, match=rf"not installed. pip install .*\[{extra}\]"):
+        accelerators.devices_of(target)
 
 
 SMALL = (

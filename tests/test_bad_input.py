@@ -1,19 +1,19 @@
 """Users' mistakes, one row each: the error they read, or the result in spite of it.
 
-More settings are in test_config.py, the command line in test_cli.py, that of train.py in
-test_train.py.
+More settings are in test_config.py, the command line in test_cli.py.
 """
 
-import dataclasses
 import gzip
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
-import sentencepiece
 from make_golden_run import GOLDEN
+from marian_models import train_spm
 from tiny_run import LINES, make_tiny_run
+from training_jobs import changed
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
 from flaxformer_min.data.batches import TrainingBatches
@@ -44,7 +44,6 @@ CORPORA = [
     ("byte order marks", "\ufeffa\n", "\ufeffc\n", (1, 0, 0)),
     ("empty lines", "a\n\n b\n\n", "c\n\nd\ne\n", (4, 2, 0)),
     ("a line of 1 MB", ONE + LONG, TWO + TWO, (2, 0, 1)),
-    ("lines of 1 MB on both sides", ONE + LONG, TWO + LONG, (2, 0, 1)),
     ("NUL bytes", "a\0b\n\0\n", "c\n\0d\0\n", (2, 0, 0)),
     ("only punctuation", "...\n?!\n", "—\n¿¡\n", (2, 0, 0)),
     ("other line separators", "a\u2028b\x85c\n", "d\x0be\x0cf\n", (1, 0, 0)),
@@ -63,8 +62,6 @@ CORPORA = [
      r"the train split must have at least one usable pair; got 2 pairs read, 2 with an empty side "
      r"and 0 longer than a row dropped; .*\. Check the text, or raise data.source_row_length and "
      r"data.target_row_length\."),
-    ("both sides all empty", "\n\n", "\n\n",
-     r"A tokenizer needs at least one line of text that is neither empty nor longer .*"),
     ("empty files", "", "", r"A split must hold at least one pair; .*/train\.en is empty\."),
     ("unequal numbers of lines", "a\nb\n", "c\n",
      r"Both sides must have the same number of lines, line i translating line i; "
@@ -73,8 +70,6 @@ CORPORA = [
      r".*/train\.de, line 2: text must be UTF-8; .* at byte 1 of the line\. Convert the file, for "
      r"example with iconv\."),
     ("UTF-16", "a\n", "c".encode("utf-16"),
-     r"text must be UTF-8; .*/train\.de is UTF-16\. Convert it: iconv -f utf-16 -t utf-8\."),
-    ("UTF-16 of more lines", "a\nb\n", "c\nd\u0a0a\n".encode("utf-16"),
      r"text must be UTF-8; .*/train\.de is UTF-16\. Convert it: iconv -f utf-16 -t utf-8\."),
     ("compressed text without .gz", "a\nb\n", gzip.compress(b"c\nd\n"),
      r"text must not be compressed; .*/train\.de is compressed \(gzip\)\. Decompress it, or add "
@@ -143,6 +138,10 @@ def as_huge(path):
         file.truncate(1 << 40)
 
 
+OURS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+"""The special ids of our tokenizers."""
+
+
 @pytest.mark.parametrize("damage", [as_pipe, as_zeros, as_huge])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.model"])
 def test_a_file_without_end_is_refused_not_read(tmp_path, name, damage):
@@ -175,32 +174,20 @@ def test_a_log_without_end_is_refused_not_read(tmp_path, damage):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_training_does_not_write_into_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="metrics.jsonl is a pipe"), RunFolder(tmp_path).locked():
-        pass
-
-
 def test_subword_sampling_of_tokenizers_without_probabilities_is_refused(tmp_path):
     """BPE has no n best segmentations; SentencePiece says so in words of its own, and later."""
     run = make_tiny_run(tmp_path / "run")
-    special = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
-    with (run / "tokenizer.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(LINES), model_writer=file, vocab_size=284, model_type="bpe",
-            byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **special,
-        )  # fmt: skip
-    config = RunFolder(run).config()
+    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 284, **OURS}
+    train_spm(run / "tokenizer.model", " ".join(LINES), **options)
     config = Config(
         data=DataConfig(subword_sampling=0.3, normalization="identity"),
-        model=config.model,
+        model=RunFolder(run).config().model,
         training=TrainingConfig(init_from=str(run)),
     )
     paths = tmp_path / "a", tmp_path / "a"
     for setting in ({"normalization": "nfkc"}, {"symbols": ("<ph>",)}):
-        data = dataclasses.replace(config.data, **setting)
         assert_refused(
-            lambda data=data: make_tokenizers(dataclasses.replace(config, data=data), [], paths),
+            partial(make_tokenizers, changed(config, "data", **setting), [], paths),
             rf"data\.{[*setting][0]} must be .*, as those of .* Begin with .* of that run\.",
         )
     assert_refused(
@@ -249,15 +236,11 @@ RUNS = [
     ("not there", shutil.rmtree, r"a run is a folder; there is none at .*\."),
     ("empty", remove("*"), r".* is not a run: it has no config\.json\. `flaxformer-min train` "
      r"creates one\."),
-    ("foreign", remove("config.json"),
-     r".* is not a run: it has no config\.json\. `flaxformer-min train` creates one\."),
     ("of a newer format", replace("config.json", '{"format_version": 99}'),
      r".*config\.json has format 99; this flaxformer_min reads formats up to 1\. Install a newer "
      r"flaxformer_min\."),
     ("settings truncated", replace("config.json", '{"format_version": 1, "mod'),
      r".*config\.json must be JSON; .*\. Restore it from a backup\."),
-    ("settings of another program", replace("config.json", '{"lr": 0.1}'),
-     r".*config\.json must have a format_version; it is not a flaxformer_min config\."),
     ("settings in no UTF-8", replace("config.json", b"\xff\xfe{}"),
      r".*config\.json cannot be read: .* Make it readable, or restore it from a backup\."),
     ("settings that cannot be read", replace("config.json", None),
@@ -303,13 +286,10 @@ def test_a_damaged_run_folder_is_refused(intact_run, tmp_path, caplog, damage, e
 # Tokenizer files
 
 GOLDEN_TOKENIZER = (GOLDEN / "tokenizer.model").read_bytes()
-OURS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 TOKENIZERS = [
     # the file's content, or options of SentencePiece to make it with, and the error
     ("empty", b"", r".* must be a SentencePiece model, .* Is it another file, or truncated\?"),
-    ("text", b"hello\n", r".* must be a SentencePiece model, .*"),
     ("truncated", GOLDEN_TOKENIZER[:2_000], r".* must be a SentencePiece model, .*"),
-    ("zeros", bytes(2_000), r".* must be a SentencePiece model, .*"),
     ("other special ids", dict(byte_fallback=True),
      r".* must have the ids PAD=0, UNK=1, BOS=2, EOS=3; it has PAD=-1, UNK=0, BOS=1, EOS=2\. Train "
      r"it with train_tokenizer, or with SentencePiece's options .*"),
@@ -329,22 +309,13 @@ def test_a_tokenizer_that_is_not_ours_is_refused(tmp_path, content, error):
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        with path.open("wb") as file:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(LINES),
-                model_writer=file,
-                hard_vocab_limit=False,
-                vocab_size=300,
-                minloglevel=2,
-                **content,
-            )
+        train_spm(path, " ".join(LINES), vocab_size=300, **content)
     assert_refused(lambda: Tokenizer.load(path), error)
 
 
 # Settings: test_config.py has more of them
 
 SETTINGS = [
-    (ModelConfig, dict(d_model="512"), "model.d_model must be a whole number; got '512'."),
     (ModelConfig, dict(dropout=1.0), "model.dropout must be less than 1; got 1.0."),
     (ModelConfig, dict(d_model=10, num_heads=3),
      "model.d_model must be a multiple of model.num_heads, so that the heads share it evenly; got "
@@ -354,19 +325,11 @@ SETTINGS = [
     (ModelConfig, dict(final_norm=False),
      "model.final_norm=False is for norm='pre', because 'post' has no norm at the end; got "
      "norm='post'. Leave it out, or choose norm='pre'."),
-    (TrainingConfig, dict(warmup_steps=0), "training.warmup_steps must be at least 1; got 0."),
-    (TrainingConfig, dict(steps=1e9), "training.steps must be a whole number; got 1000000000.0."),
-    (TrainingConfig, dict(adam_b2=1.0), "training.adam_b2 must be less than 1; got 1.0."),
     (TrainingConfig, dict(clip_norm=float("inf")), "training.clip_norm must be finite; got inf."),
     (DataConfig, dict(source_row_length=7), "data.source_row_length must be at least 8; got 7."),
-    (DataConfig, dict(target_row_length=0), "data.target_row_length must be at least 8; got 0."),
     (DataConfig, dict(normalization=None),
      "data.normalization must be None for imported tokenizers, which keep their rules, and only "
      "for them; got None with data.tokenizers='trained'."),
-    (DataConfig, dict(tokenizers="imported"),
-     "data.normalization must be None for imported tokenizers, which keep their rules, and only "
-     "for them; got 'nmt_nfkc' with data.tokenizers='imported'."),
-    (SearchConfig, dict(batch_size=0), "decoding.batch_size must be at least 1; got 0."),
     (Config, dict(model=ModelConfig(vocab_size=4), decoding=SearchConfig(beam_size=5)),
      "decoding.beam_size must not exceed the vocabulary of 4, the number of continuations; got 5."),
 ]  # fmt: skip

@@ -24,13 +24,12 @@ from tiny_run import make_tiny_run
 
 from flaxformer_min import cli
 from flaxformer_min.cli.arguments import make_parser
-from flaxformer_min.cli.lines import Stop, warn_user, write
+from flaxformer_min.cli.lines import warn_user, write
 from flaxformer_min.config import DataConfig
 from flaxformer_min.decoding import batches
 from flaxformer_min.decoding.results import Attention, PairScore, Translation
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.plots import figures as plots
-from flaxformer_min.system.signals import SIGNALS
 
 COMMAND = [sys.executable, "-m", "flaxformer_min"]
 LOADED = {}
@@ -136,6 +135,7 @@ def test_every_option_has_a_test():
         ("--no-early-stopping", "early_stopping", False),
         ("--max-extra-tokens 7", "max_extra_tokens", 7),
         ("--min-length 5", "min_length", 5),
+        ("--batch-size 3", "batch_size", 3),
         ("--n-best 2", "n_best", 2),
         ("", "beam_size", 2),
         ("", "max_extra_tokens", 4),
@@ -161,11 +161,6 @@ def test_the_checkpoint_is_chosen_by_its_step(call, mirror, typed, step):
     assert [each.step for each in mirror[0].model.restored] == [step]
 
 
-def test_the_batch_size_is_the_one_typed(call, mirror):
-    call("translate {run} --batch-size 3", b"a\n")
-    assert mirror[0].config.batch_size == 3
-
-
 def test_the_type_is_the_one_typed(call, mirror):
     call("translate {run} --dtype bfloat16", b"a\n")
     params = mirror[0].model.runner.params
@@ -174,14 +169,11 @@ def test_the_type_is_the_one_typed(call, mirror):
 
 ERRORS = [
     ("", "required: COMMAND"),
-    ("dance", "invalid choice: 'dance'"),
     ("plot", "required: WHAT"),
     ("translate", "required: RUN"),
     ("translate {missing}", "a run is a folder; there is none at"),
     ("translate {run} {one}",
      "a run is a folder; .*/one is a file. To translate it: --input .*/one"),
-    ("score {one} {one} {one}", "a run is a folder; .*/one is a file."),
-    ("translate {run}/config.json", r"config\.json is a file\. Give its folder: .*/run"),
     ("translate {folder}", "is not a run: it has no config.json"),
     ("translate {newer}", "has format 99.*Install a newer"),
     ("translate {untrained}", "holds no checkpoint yet"),
@@ -190,7 +182,6 @@ ERRORS = [
     ("translate {run} --input {missing}", "missing: No such file"),
     ("translate {run} --input {folder}", "folder: Is a directory"),
     ("translate {run} --output {missing}/out", "there is no folder .*missing"),
-    ("translate {run} --output {folder}", "folder: Is a directory"),
     ("--fast plot positions --output {tmp}/map.png",
      "arguments: --fast. See flaxformer-min --help"),
     ("translate {run} --beam 4", "arguments: --beam 4. See flaxformer-min translate --help"),
@@ -199,30 +190,19 @@ ERRORS = [
     ("translate {run} --scores --json", "--json: not allowed with argument --scores"),
     ("translate {run} --beam-size 0",
      "--beam-size: must be a whole number from 1 to 1,073,741,823; got '0'. See flaxformer-min"),
-    (f"translate {{run}} --beam-size {10**400}", "from 1 to 1,073,741,823; got '1000+"),
     (f"translate {{run}} --beam-size {'9' * 5_000}", "must be a whole number from 1 to"),
-    ("translate {run} --length-penalty inf", "must be a number from 0 to 10; got 'inf'"),
     ("translate {run} --beam-size two", "--beam-size: must be a whole number.*got 'two'"),
     ("translate {run} --beam-size 1000", "must not exceed the vocabulary of [0-9]+,.*got 1,000"),
-    ("translate {run} --length-penalty -1", "--length-penalty: must be a number from 0 to 10"),
     ("translate {run} --length-penalty nan", "--length-penalty: must be a number.*got 'nan'"),
     ("translate {run} --max-extra-tokens 0", "--max-extra-tokens: must .* from 1 to 100,000"),
     ("translate {run} --min-length -1", "--min-length: must be a whole number from 0 to"),
-    ("translate {run} --n-best 3", "n_best must be at most beam_size, .* got 3 and 2"),
     ("translate {run} --batch-size 0", "--batch-size: must .* at least 1"),
     ("translate {run} --temperature 2", "--temperature is for sampling; add --sample"),
-    ("translate {run} --top-k 2", "--top-k is for sampling"),
-    ("translate {run} --top-p 0.5", "--top-p is for sampling"),
-    ("translate {run} --seed 2", "--seed is for sampling"),
     ("translate {run} --sample --temperature 0", "must be a number from 0.000001 to 1,000,000"),
-    ("translate {run} --sample --top-k 0", "--top-k: must .* at least 1"),
     ("translate {run} --sample --top-p 0", "--top-p: must .* greater than 0 and at most 1"),
-    ("translate {run} --sample --top-p 1.1", "--top-p: must .* at most 1"),
     ("translate {run} --sample --seed -1", "--seed: must .* from 0 to 4,294,967,295"),
-    ("translate {run} --prefix-file {missing}", "missing: No such file"),
     ("translate {run} --input {one} --prefix-file {long}", "prefix must be shorter.*prefix 1 has"),
     ("score {run} {four} {three}", "same number of lines; .*four has 4 and .*three has 3"),
-    ("score {run} {missing} {three}", "missing: No such file"),
     ("score {run} {three}", "required: TARGET"),
     ("inspect text:{corpus} --languages en-ko --samples -1", "--samples: must be .* at least 0"),
     ("inspect text:{corpus} --languages en-ko --write {missing}",
@@ -234,7 +214,6 @@ ERRORS = [
     ("evaluate {run} --source {one} --reference {one} --corpus cldr:en-ko", "--corpus has its own"),
     ("evaluate {run} --source {one}", "--source and --reference belong together"),
     ("evaluate {run} --source {one} --reference {one} --split test", "--split has its own"),
-    ("evaluate {run} --source {four} --reference {three}", "four has 4 and .*three has 3"),
     ("evaluate {run} --source {none} --reference {none}", "text on both sides; there is none in"),
     ("evaluate {run} --source {one} --reference {one} --languages en",
      "must be two different languages joined by a hyphen"),
@@ -242,38 +221,39 @@ ERRORS = [
     ("plot attention {run} hi --output {tmp}/map.jpg", "must end in .png, .svg, .pdf or .html"),
     ("plot attention {run} \t --output {tmp}/map.png", r"have text to attend to; got '\\t'"),
     ("plot attention {run} hi --output {tmp}/map.html --layer 1", "a page shows all layers"),
-    ("plot attention {run} hi --output {tmp}/map.png --layer 3", "--layer must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head 3", "--head must be at most 2"),
     ("plot attention {run} hi --output {tmp}/map.png --head x", "must be mean, all or the number"),
     ("plot attention {run} hi", "required: --output"),
     ("plot positions --output {tmp}/map.html", "must end in .png, .svg or .pdf; got"),
-    ("plot positions --output {missing}/map.png", "no folder .*missing"),
     ("plot curves {run} --output {tmp}/map.png", "has no metrics yet"),
-    ("plot curves {folder} --output {tmp}/map.png", "is not a run"),
     ("translate {run} --split-sentences --prefix-file {one}", "leave out --split-sentences"),
     ("serve {run} --host 0.0.0.0", "needs keys; .* --api-key-file FILE, or --insecure to let"),
-    ("serve {run} --host ::", "needs keys; got --host :: without"),
     ("serve {run} --host 192.0.2.1 --insecure", "cannot listen on 192.0.2.1, port 5000: "),
     ("serve {run} --api-key-file {none}", "must hold a key on each line; .*none has none"),
-    ("serve {run} --api-key-file {missing}", "missing: No such file"),
     ("serve {run} --port 65536", "--port: must be a whole number from 0 to 65,535"),
     ("serve {run} --queue 0", "--queue: must be a whole number of at least 1"),
     ("serve {run} --char-limit 0 --log-text", "--char-limit: must be a whole number of at least"),
     ("serve {run} --deadline 0", "--deadline: must be a number greater than 0"),
     ("serve {run} {run} --cors https://example.org",
      "each language pair is served once; .*en to ko"),
+    ("export {run} {tmp}/out --format onnx", "invalid choice: 'onnx'"),
+    ("export {run} {tmp}/out --format marian --quantization int8", "quantization is an option"),
+    ("export {run} {tmp}/out --format marian --weights inside", "weights is an option of"),
+    ("export {run} {run} --format marian", "must be a new or an empty folder"),
+    ("import {tmp}/no {tmp}/out", "a model is a folder, or an .npz of Marian; there is none"),
+    ("import {run} {run}", "must be a new or an empty folder"),
+    ("import {run} {tmp}/out", "the setting 'data' is not understood"),
+    ("import {run} {tmp}/out --ignore data", "the setting 'decoding' is not understood"),
     ("serve {unnamed}", 'must name its languages; .*unnamed does not.*"languages": "en-de"'),
-    ("serve {folder}", "is not a run: it has no config.json"),
-    ("translate {run} --min-length 3000000000", "from 0 to 1,073,741,823; got '3000000000'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "line, message", ERRORS, ids=[line[:99] or "nothing" for line, _ in ERRORS]
 )
-def test_a_mistake_is_one_sentence_and_status_2(call, watched, line, message):
+def test_a_mistake_is_one_sentence_and_status_2(call, watched, tmp_path, line, message):
     status, out, err = call(line, b"hello\n")
-    assert (status, out) == (2, "")
+    assert (status, out, (tmp_path / "out").exists()) == (2, "", False)
     assert re.fullmatch(rf"flaxformer-min: error: .*{message}.*\n", err)
 
 
@@ -305,14 +285,21 @@ def test_twelve_dates_on_a_line_give_twelve_dates(call, mirror):
     assert (status, out.splitlines()) == (0, rows)
 
 
-def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch):
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "Choose a smaller --batch-size"),
+        (MemoryError(), "error: there is too little memory"),
+    ],
+)
+def test_too_little_memory_is_reported_with_advice(call, mirror, monkeypatch, error, advice):
     def run_out(*args, **settings):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        raise error
 
     monkeypatch.setattr(Translator, "hypotheses", run_out)
     status, _, err = call("translate {run}", b"a\n")
     assert status == 2
-    assert "Choose a smaller --batch-size" in err
+    assert advice in err
 
 
 def test_a_full_disk_is_one_sentence(call, mirror):
@@ -353,7 +340,6 @@ def test_invalid_utf8_is_replaced_and_named(call, mirror):
 GARBAGE = {
     "gzip": (gzip.compress(b"the red house\n"), r"compressed \(gzip\).* first: zcat FILE > TEXT"),
     "UTF-16": ("the red house\n".encode("utf-16"), "UTF-16. Convert it: iconv -f utf-16 -t utf-8"),
-    "big-endian UTF-16": (b"\xfe\xff\0a\0\n", "UTF-16. Convert it: iconv"),
     "UTF-16 without a mark": (
         "집 a\n".encode("utf-16-be"),
         "UTF-16BE. Convert it: iconv -f utf-16",
@@ -364,7 +350,6 @@ GARBAGE = {
     "xz": (lzma.compress(b"the red house\n"), r"compressed \(xz\).* first: xzcat FILE"),
     "Zstandard": (b"\x28\xb5\x2f\xfd\4\0\1\2\3", r"compressed \(Zstandard\).*: zstdcat FILE"),
     "zip": (b"PK\3\4\x14\0\0\0\b\0", "a zip archive. Unpack it first: unzip -p FILE > TEXT"),
-    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive. Unpack it first"),
     "parquet": (b"PAR1\x15\4\x15\x10", r"a table \(parquet\). Write its texts into a file"),
     "PDF": (b"%PDF-1.7\n%\xb5\xed\n", "a PDF. Extract its text first"),
     "tar": (b"a" + bytes(256) + b"ustar\x0000", "a tar archive. Unpack it first"),
@@ -376,7 +361,6 @@ READERS = [
     "translate {run} --input {tmp}/garbage --output {tmp}/out",
     "translate {run} --input {one} --prefix-file {tmp}/garbage",
     "score {run} {one} {tmp}/garbage",
-    "evaluate {run} --source {tmp}/garbage --reference {one}",
     "evaluate {run} --source {one} --reference {tmp}/garbage",
 ]
 
@@ -399,7 +383,7 @@ def test_text_that_is_compressed_or_utf16_is_refused_not_read_as_lines(
     assert "stdin" in err or "garbage" in err
 
 
-def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
+def test_control_characters_do_not_reach_a_terminal(capsys):
     """They would clear the screen, or hide what is before them; a file gets them as they are."""
     warn_user("one\r two\x1b[2J\x9b three")
     assert capsys.readouterr().err.endswith("warning: one\\r two\\x1b[2J\\x9b three\n")
@@ -431,18 +415,15 @@ def test_many_lines_come_in_chunks_and_keep_their_numbers(call, mirror):
     ]
 
 
-def test_n_best_gives_n_lines_for_every_line(call, mirror):
+def test_n_best_gives_n_lines_for_every_line_and_scores_come_before_the_text(call, mirror):
     """Where fewer were found, and for an empty line, empty ones follow."""
     _, out, _ = call("translate {run} --n-best 2", b"ab\n\n")
     assert out == "ba\n\n\n\n"
-
-
-def test_scores_come_before_the_text(call, mirror):
     _, out, _ = call("translate {run} --scores --n-best 2", b"ab\n")
     assert out == "-1.0000\t-2.0000\tba\n-inf\t-inf\t\n"
 
 
-def test_json_is_one_object_a_line(call, mirror):
+def test_json_is_one_object_a_line(call, mirror, monkeypatch):
     _, out, _ = call("translate {run} --json", "ü\nab\n".encode())
     assert [json.loads(line) for line in out.splitlines()] == [
         {
@@ -453,9 +434,6 @@ def test_json_is_one_object_a_line(call, mirror):
         for number, source in [(1, "ü"), (2, "ab")]
     ]
     assert "ü" in out
-
-
-def test_json_has_no_infinity(call, monkeypatch):
     nothing = [[Translation("", -math.inf, -math.inf)]]
     monkeypatch.setattr(Translator, "hypotheses", lambda *args, **settings: nothing)
     assert "Infinity" not in call("translate {run} --json", b"a\n")[1]
@@ -531,30 +509,6 @@ def test_output_without_a_buffer_is_written_whole():
     assert output.taken == b"eine Zeile\n\nnoch eine\n"
 
 
-def test_output_that_takes_nothing_is_an_error(monkeypatch):
-    output = Unbuffered()
-    monkeypatch.setattr(output, "write", lambda content: None)
-    with pytest.raises(BlockingIOError, match="temporarily unavailable"):
-        write(output, ["eine Zeile"])
-
-
-def test_signals_end_the_process_while_modules_are_imported(monkeypatch):
-    """An exception amid the start of an extension may crash it, or pass for its own error."""
-    monkeypatch.setattr(cli.gc, "freeze", lambda: None)
-    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored here
-    try:
-        with Stop():
-            before = [signal.getsignal(number) for number in SIGNALS]
-            with cli._importing(owns_process=True):
-                assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
-            assert [signal.getsignal(number) for number in SIGNALS] == before
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with cli._importing(owns_process=True):
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, ours)
-
-
 def test_a_signal_leaves_no_half_of_a_file(call, mirror, monkeypatch, tmp_path):
     def hypotheses(self, lines, *args, stop, **settings):
         os.kill(os.getpid(), signal.SIGINT)
@@ -598,16 +552,10 @@ def test_two_models_translate_together(call, paths, mirror):
 
 
 def test_scores_are_those_of_the_translator(call, paths):
-    sources, targets = (paths["corpus"] / f"test.{language}" for language in ("en", "ko"))
-    found = Translator.load(paths["run"]).score(
-        list(
-            zip(
-                sources.read_text().split("\n")[:-1],
-                targets.read_text().split("\n")[:-1],
-                strict=True,
-            )
-        )
-    )
+    sides = [
+        (paths["corpus"] / f"test.{each}").read_text().split("\n")[:-1] for each in ("en", "ko")
+    ]
+    found = Translator.load(paths["run"]).score(list(zip(*sides, strict=True)))
     _, out, err = call("score {run} {corpus}/test.en {corpus}/test.ko")
     assert out == "".join(f"{one.log_prob:.4f}\n" for one in found)
     tokens = sum(len(one.tokens) for one in found)
@@ -666,15 +614,9 @@ def test_evaluation_measures_and_names_what_was_used(call, paths, mirror, one_na
     report = json.loads(out)
     assert status == 0
     assert (tmp_path / "out").read_text() == "esuoh der eht\n\nsrood eulb\n\n"
-    expected = {
-        "sentences": 2,
-        "skipped": 2,
-        "steps": [2],
-        "means": [False],
-        "languages": "en-ko",
-        "beam_size": 1,
-    }
-    expected |= {"target_tokens": 6, "lowercase": False, "exact_match": 0.0, "min_length": 2}
+    expected = {"sentences": 2, "skipped": 2, "steps": [2], "means": [False], "beam_size": 1}
+    expected |= {"languages": "en-ko", "target_tokens": 6, "lowercase": False}
+    expected |= {"exact_match": 0.0, "min_length": 2}
     assert {name: report[name] for name in expected} == expected
     assert report["perplexity"] == pytest.approx(math.e, abs=1e-5)
     assert report["bleu"]["signature"].startswith("BLEU|nrefs:1|case:mixed|eff:no|tok:")
@@ -690,12 +632,6 @@ def test_evaluation_for_people_names_model_data_search_and_signatures(call, mirr
                  "exact match = 0.0 % of 4", "perplexity = 2.718",
                  "sentences/s", "tokens/s"):  # fmt: skip
         assert part in out, part
-
-
-def test_evaluation_names_the_packages_for_korean_words(call, mirror, one_nat, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    _, out, _ = call("evaluate {run} --source {four} --reference {four}")
-    assert "tokenizer: char, the default of en-ko; BLEU compares characters; with mecab_ko" in out
 
 
 def test_evaluation_of_another_split(call, mirror, one_nat, paths):
@@ -738,23 +674,12 @@ def test_a_figure_shows_the_layer_and_head_asked_for(call, watched, monkeypatch,
     assert (shown[0][..., 0, 0] * 16).tolist() == top_left
 
 
-@pytest.mark.parametrize("suffix", ["png", "html"])
-def test_a_named_pipe_is_written_to_and_stays_one(call, watched, tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    os.mkfifo(tmp_path / f"map.{suffix}")
-    with subprocess.Popen(["cat", tmp_path / f"map.{suffix}"], stdout=subprocess.PIPE) as reader:
-        assert call(f"plot attention {{run}} hi --output {{tmp}}/map.{suffix}") == (0, "", "")
+def test_a_named_pipe_is_written_to_and_stays_one(call, watched, tmp_path):
+    os.mkfifo(tmp_path / "map.html")
+    with subprocess.Popen(["cat", tmp_path / "map.html"], stdout=subprocess.PIPE) as reader:
+        assert call("plot attention {run} hi --output {tmp}/map.html") == (0, "", "")
         assert len(reader.stdout.read()) > 1_000
-    assert (tmp_path / f"map.{suffix}").is_fifo()
-
-
-def test_attention_of_a_sentence_that_is_too_long_is_that_of_its_beginning(call, twelve_tokens):
-    status, _, err = call(
-        "plot attention {run} " + "4" * 1_500 + " --target A --output {tmp}/a.html"
-    )
-    assert status == 0
-    warning = r"flaxformer-min: warning: line 1 has [\d,]+ tokens; only its first 11 are read.\n"
-    assert re.fullmatch(warning, err)
+    assert (tmp_path / "map.html").is_fifo()
 
 
 def test_attention_becomes_a_page(call, tmp_path):
@@ -764,17 +689,12 @@ def test_attention_becomes_a_page(call, tmp_path):
     assert all(f'"{name}"' in page for name in ("encoder", "decoder", "cross", "ko"))
 
 
-def test_positions_become_a_figure(call, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert call("plot positions --output {tmp}/map.png") == (0, "", "")
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_metrics_become_curves(call, paths, tmp_path):
+@pytest.mark.parametrize("what", ["positions", "curves {tmp}/run"])
+def test_positions_and_metrics_become_figures(call, tmp_path, what):
     pytest.importorskip("matplotlib")
     run = make_tiny_run(tmp_path / "run", steps=())
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
-    assert call("plot curves {tmp}/run --output {tmp}/map.png") == (0, "", "")
+    assert call(f"plot {what} --output {{tmp}}/map.png") == (0, "", "")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -814,12 +734,10 @@ def test_a_program_that_waits_for_each_answer_gets_it(paths, environment):
 def test_a_signal_that_does_not_break_the_wait_for_a_line_ends_it_too(environment):
     """As one does that comes just before the wait begins, or is delivered to another thread."""
     program = (
-        "import signal, threading, time; from flaxformer_min.cli.lines import *;\n"
-        "def send():\n"
-        "    time.sleep(0.3)\n"
-        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "import signal, threading; from flaxformer_min.cli.lines import *;\n"
+        "send = lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
         "with Stop() as stop:\n"
-        "    threading.Thread(target=send).start()\n"
+        "    threading.Timer(0.3, send).start()\n"
         "    try:\n"
         "        Lines(sys.stdin, 'stdin').take(1)\n"
         "    except KeyboardInterrupt:\n"
@@ -830,36 +748,22 @@ def test_a_signal_that_does_not_break_the_wait_for_a_line_ends_it_too(environmen
         assert running.stderr.read() == b""
 
 
-@pytest.mark.slow
-def test_output_to_a_pipe_of_the_shell_is_written_to(paths, environment):
-    command = f"echo red | {' '.join(COMMAND)} translate {paths['run']} --output /dev/stdout | cat"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], env=environment, capture_output=True, timeout=300
-    )
-    assert (done.returncode, done.stdout.count(b"\n"), done.stderr) == (0, 1, b"")
-
-
 @pytest.mark.parametrize(
-    "library, command",
-    [
-        ("jax", ["translate", "no-run"]),
-        pytest.param("orbax", ["translate", "no-run"], marks=pytest.mark.slow),
-        pytest.param("jax", ["train", "--help"], marks=pytest.mark.slow),
-    ],
+    "command",
+    [["translate", "no-run"], pytest.param(["train", "--help"], marks=pytest.mark.slow)],
+    ids=" ".join,
 )
-def test_ctrl_c_while_libraries_are_imported_ends_the_process_quietly(
-    environment, library, command
-):
+def test_ctrl_c_while_libraries_are_imported_ends_the_process_quietly(environment, command):
     program = (
         "import os, signal, sys;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "library, stop = sys.argv.pop(1), lambda: os.kill(os.getpid(), signal.SIGINT);"
-        "find = lambda name, *_: stop() if name == library else None;"
+        "stop = lambda: os.kill(os.getpid(), signal.SIGINT);"
+        "find = lambda name, *_: stop() if name == 'jax' else None;"
         "sys.meta_path.insert(0, type('Finder', (), {'find_spec': staticmethod(find)}));"
         "from flaxformer_min import cli; sys.exit(cli.main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, library, *command], env=environment, capture_output=True
+        [sys.executable, "-c", program, *command], env=environment, capture_output=True
     )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
@@ -888,25 +792,23 @@ def test_a_second_signal_does_not_even_wait_for_the_batch(paths, environment):
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_it_quietly(paths, environment):
-    command = (
-        f"yes | {' '.join(COMMAND)} translate {paths['run']} | head -n 1; echo ${{PIPESTATUS[1]}}"
-    )
+@pytest.mark.parametrize(
+    "line, status, errors",
+    [
+        ("yes | {} | head -n 1; exit ${{PIPESTATUS[1]}}", 141, ""),
+        ("echo a | {} > /dev/full", 2, "flaxformer-min: error: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_ends_it_without_a_traceback(
+    paths, environment, line, status, errors
+):
+    """A closed pipe quietly. Python would flush once more at its end, and end with 120."""
+    line = line.format(" ".join([*COMMAND, "translate", str(paths["run"])]))
     done = subprocess.run(
-        ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.split("\n")[-2] == "141"
-    assert done.stdout.count("\n") == 2
-    assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_a_full_disk_behind_stdout_is_reported_once(paths, environment):
-    """Python would flush once more at its end, and end with 120."""
-    command = f"echo a | {' '.join(COMMAND)} translate {paths['run']} > /dev/full"
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "flaxformer-min: error: No space left on device\n"
+    assert (done.returncode, done.stderr) == (status, errors)
+    assert done.stdout.count("\n") == (status == 141)
 
 
 @pytest.mark.slow
@@ -920,30 +822,6 @@ def test_at_a_terminal_it_prompts_and_answers_line_by_line(paths, environment):
         assert running.stderr.read() == b"> > "
     os.close(ours)
     os.close(theirs)
-
-
-# Export and import: see test_interop_*.py
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("export {run} {tmp}/out --format onnx", "invalid choice: 'onnx'"),
-        ("export {run} {tmp}/out --format marian --quantization int8", "quantization is an option"),
-        ("export {run} {tmp}/out --format marian --weights inside", "weights is an option of"),
-        ("export {run} {run} --format marian", "must be a new or an empty folder"),
-        ("import {tmp}/no {tmp}/out", "a model is a folder, or an .npz of Marian; there is none"),
-        ("import {run} {run}", "must be a new or an empty folder"),
-        ("import {run} {tmp}/out", "the setting 'data' is not understood"),
-        ("import {run} {tmp}/out --ignore data", "the setting 'decoding' is not understood"),
-    ],
-)
-def test_a_mistake_of_export_and_import_is_one_sentence(call, tmp_path, line, message):
-    """And leaves no folder."""
-    status, out, err = call(line)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_exported_run_is_imported_again(call, tmp_path):

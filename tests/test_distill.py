@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import make_tiny_run
-from training_jobs import shared_programs, write_config
+from training_jobs import write_config
 
 from benchmarks.crash import newest, write_corpus
 from flaxformer_min import cli
@@ -16,17 +16,13 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.experiment.run import TrainResult
 from flaxformer_min.storage.run_folder import RunFolder
 
-SEVERAL = ("coordinator", "here:1", "num-processes", "2", "process-id", "0")
-SEVERAL = [f"--distributed.{each}" if n % 2 == 0 else each for n, each in enumerate(SEVERAL)]
+SEVERAL = ["--distributed.coordinator", "here:1", "--distributed.num-processes", "2"]
+SEVERAL += ["--distributed.process-id", "0"]
 """Options of one of two processes."""
-
 WORDS = "one two three four five six seven eight nine ten".split()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_shared():
-    with shared_programs():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_are_shared")
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +33,8 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def untrained(monkeypatch):
     """The command ends where training would begin."""
-    monkeypatch.setattr(
-        train_module,
-        "train",
-        lambda config, workdir, **_: TrainResult(RunFolder(workdir), 1, False, {}),
-    )
+    ended = lambda config, workdir, **_: TrainResult(RunFolder(workdir), 1, False, {})  # noqa: E731
+    monkeypatch.setattr(train_module, "train", ended)
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +106,6 @@ def test_a_student_is_trained_on_the_pairs_and_each_teachers_translations(
     assert errors == ""
 
 
-def interrupted_after(monkeypatch, chunks):
-    """Let the translator be interrupted in the chunk after these."""
-    left, hypotheses = [chunks], Translator.hypotheses
-
-    def limited(self, *arguments, **settings):
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return hypotheses(self, *arguments, **settings)
-
-    monkeypatch.setattr(Translator, "hypotheses", limited)
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -139,8 +119,15 @@ def test_translations_continue_as_if_there_had_been_no_interruption(
     """Also after a kill in the middle of a write; two translations of each line."""
     options = (teacher, "--n-best", "2", *sampling)
     assert run(job, *options, workdir="uncut") == 0
+    chunks, hypotheses = iter(range(2)), Translator.hypotheses
+
+    def interrupted(self, *arguments, **settings):
+        if next(chunks, None) is None:
+            raise KeyboardInterrupt
+        return hypotheses(self, *arguments, **settings)
+
     with monkeypatch.context() as patch:
-        interrupted_after(patch, chunks=2)
+        patch.setattr(Translator, "hypotheses", interrupted)
         run(job, *options)
     assert "Stopped. The same command continues." in capsys.readouterr().err
     unfinished = Path(job).parent / "student" / "distilled" / "teacher-1.es.unfinished"
@@ -175,15 +162,15 @@ def test_an_ensemble_is_one_teacher_and_runs_by_themselves_are_several(
 ):
     data = DataConfig(languages="en-es")
     other = str(make_tiny_run(tmp_path / "other", lines=WORDS * 9, data=data, seed=5))
+    made = {}
     for workdir, options in {"one": ("--ensemble",), "two": ()}.items():
         assert run(job, teacher, other, "--beam-size", "1", *options, workdir=workdir) == 0
-    folders = {name: tmp_path / name / "distilled" for name in ("one", "two")}
-    made = {name: sorted(folder.glob("teacher-*.es")) for name, folder in folders.items()}
-    assert [len(files) for files in made.values()] == [1, 2]
-    (together,), apart = ([*map(lines_of, files)] for files in made.values())
+        files = sorted((tmp_path / workdir / "distilled").glob("teacher-*.es"))
+        made[workdir] = [lines_of(file) for file in files]
+    (together,), apart = made.values()
     sources = lines_of(tmp_path / "corpus" / "train.en")
     assert together == Translator.load(teacher, other).translate(sources, beam_size=1)
-    assert together not in apart and apart[0] != apart[1]
+    assert len(apart) == 2 and together not in apart and apart[0] != apart[1]
 
 
 @pytest.mark.parametrize(

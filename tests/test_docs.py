@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_run import make_tiny_run
 
 import flaxformer_min
@@ -72,16 +73,12 @@ def settings_of_training():
     }
 
 
-def load_generator():
-    spec = importlib.util.spec_from_file_location("reference", DOCS / "theme" / "reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_reference_is_generated_from_the_program():
     """If this fails, run `python docs/theme/reference.py` and read what it changes."""
-    assert load_generator().written(REFERENCE) == REFERENCE
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "theme" / "reference.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.written(REFERENCE) == REFERENCE
 
 
 @pytest.mark.parametrize(
@@ -98,46 +95,40 @@ def test_the_reference_has_every_setting_of_training_with_its_default():
     shown = dict(
         re.findall(r"^- `(--[\w.-]+)[^`]*` \(`?([^`,)]*)", section_of("train"), re.MULTILINE)
     )
-    expected = {
-        option: {None: "none", (): "none", "": "empty"}.get(default, str(default))
-        for option, default in settings_of_training().items()
-    }
-    switches = {"True": "on", "False": "off"}
-    expected = {option: switches.get(default, default) for option, default in expected.items()}
-    others = {"--workdir": "runs/", "--profile": "0"}
-    assert shown == expected | others
+    words = {None: "none", (): "none", "": "empty", True: "on", False: "off"}
+    expected = {"--workdir": "runs/", "--profile": "0"}
+    for option, default in settings_of_training().items():
+        number = type(default) in (int, float)  # 1 == True
+        expected[option] = str(default) if number else words.get(default, str(default))
+    assert shown == expected
 
 
 def test_every_command_has_a_section_and_every_section_a_command():
     assert set(re.findall(r"^## `(\w+)`$", REFERENCE, re.MULTILINE)) == COMMAND_NAMES
+    assert len(COMMANDS) > 30, "found in the pages, which the test below parses"
 
 
 # Code and commands
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_python_of_a_page_runs_unless_its_fence_says_notest(page, tmp_path, monkeypatch):
+def test_the_python_of_a_page_runs_unless_its_fence_says_notest(page, tmp_path):
     """From top to bottom, where the default job has left its run."""
     fences = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", read(page), re.MULTILINE)
     assert {fence for fence, _ in fences} <= {"python", "python notest", "text", "bibtex"}
     blocks = [block for fence, block in fences if fence == "python"]
     if page.name in RUN_ELSEWHERE:
         assert name_of(page) in read(ROOT / "tests" / RUN_ELSEWHERE[page.name])
-        return
-    if page.name == "README.ko.md":
+    elif page.name == "README.ko.md":  # comments are translated, code is not
         original = re.findall(r"```python\n(.*?)```", read(ROOT / "README.md"), re.DOTALL)
-        # Comments are translated, code is not.
-        assert [ast.dump(ast.parse(block)) for block in blocks] == [
-            ast.dump(ast.parse(block)) for block in original
+        assert [ast.dump(ast.parse(each)) for each in blocks] == [
+            ast.dump(ast.parse(each)) for each in original
         ]
-        return
-    if not blocks:
-        return
-    make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    elif blocks:
+        make_tiny_run(tmp_path / "runs" / "cldr_en_ko")
+        code = [sys.executable, "-c", "\n".join(blocks)]
+        done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def commands_of(page):
@@ -191,11 +182,6 @@ def test_every_option_that_a_page_mentions_exists(page):
         known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', read(program)))
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", read(page)):
         assert option.replace(".no-", ".") in known or option.startswith("--xla_"), option
-
-
-def test_the_pages_show_many_commands():
-    """Otherwise the test above does not find them."""
-    assert len(COMMANDS) > 30
 
 
 # Messages
@@ -260,12 +246,9 @@ def test_no_line_of_a_page_is_longer_than_a_screen_is_wide(page):
     assert not wide
 
 
-def test_the_readme_is_read_in_five_minutes():
+def test_the_readme_is_read_in_five_minutes_and_the_pages_on_speed_stay_short():
     for name in ("README.md", "README.ko.md"):
         assert len(read(ROOT / name).splitlines()) <= README_LINES
-
-
-def test_the_pages_on_speed_stay_short():
     for name, words in MOST_WORDS.items():
         assert len(read(DOCS / name).split()) <= words
 
@@ -308,12 +291,18 @@ def results_of(page):
 
 
 def test_every_figure_among_the_results_of_the_readme_is_in_the_page_it_links_to():
+    """Both languages report the same."""
     rows = list(results_of(ROOT / "README.md"))
     assert len(rows) >= 4
     for row, links in rows:
         linked = "".join(read(ROOT / link) for link in links)
         for figure in re.findall(r"\d[\d,]*\.?\d*", row):
             assert re.search(rf"(?<![\d.,]){re.escape(figure)}", linked), (figure, row)
+    figures, of_korean = (
+        [re.findall(r"\d[\d,]*\.\d+", row) for row, _ in results_of(ROOT / name)]
+        for name in ("README.md", "README.ko.md")
+    )
+    assert figures == of_korean
 
 
 def test_contributing_names_every_benchmark():
@@ -323,17 +312,7 @@ def test_contributing_names_every_benchmark():
     assert {name for each in patterns for name in fnmatch.filter(names, each)} == names
 
 
-def test_both_languages_report_the_same_results():
-    figures = [
-        [re.findall(r"\d[\d,]*\.\d+", row) for row, _ in results_of(ROOT / name)]
-        for name in ("README.md", "README.ko.md")
-    ]
-    assert figures[0] == figures[1]
-
-
 def test_the_citation_names_this_version_and_licence():
-    import yaml
-
     citation = yaml.safe_load(read(ROOT / "CITATION.cff"))
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == flaxformer_min.__version__

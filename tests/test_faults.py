@@ -44,7 +44,6 @@ from flaxformer_min.experiment.validation import target_language
 from flaxformer_min.languages import join_languages, parse_languages
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.storage.run_folder import RunFolder
-from flaxformer_min.system.files import open_atomically
 from flaxformer_min.system.signals import InterruptOnSignal, StopRequest
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.metrics import MetricsLog, Window, read_metrics
@@ -74,8 +73,6 @@ def contents(folder):
     "files",
     [
         {"lock": "my own notes"},
-        {"lock": "1" * 30},
-        {"lock": "my own notes", "thesis.tex": "years of work"},
         {"lock": "17\n", "thesis.tex": "years of work"},
         {"lock": "my own notes", "config.json": '{"model_type": "bert"}'},
     ],
@@ -99,12 +96,12 @@ def test_training_follows_no_link_out_of_the_run_folder(tmp_path, capsys, name):
     assert (tmp_path / "mine").read_text() == "17\n"
 
 
-def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
+def test_a_file_that_is_none_is_refused_at_once(tmp_path, name):
     """A named pipe would be waited for without end."""
-    os.mkfifo(tmp_path / "lock")
-    with pytest.raises(ValueError, match="lock is a pipe or a device. Remove it"):
-        with RunFolder(tmp_path).locked():
-            pass
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is a pipe"), RunFolder(tmp_path).locked():
+        pass
 
 
 def test_the_lock_of_an_ended_process_is_taken_over(tmp_path):
@@ -156,15 +153,13 @@ def test_a_closed_terminal_interrupts_only_once():
         assert stop.status == 129
 
 
+@pytest.mark.usefixtures("hangups_arrive")
 def test_under_nohup_a_closed_terminal_changes_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 @pytest.mark.slow
@@ -224,37 +219,14 @@ def test_a_window_of_skipped_steps_has_no_loss_instead_of_a_perfect_one():
 
 
 def test_metrics_are_json_whatever_was_measured(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "events", 0)
-    log.write(1, {"validation_loss": float("nan"), "perplexity": float("inf"), "bleu": 2.5})
-    log.write(2, {"loss": None})
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": NaN}\n')
+    log = MetricsLog(file, tmp_path / "events", 1)
+    log.write(2, {"validation_loss": float("nan"), "perplexity": float("inf"), "bleu": 2.5})
     log.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert strict_json(lines[0]) == {
-        "step": 1,
-        "validation_loss": None,
-        "perplexity": None,
-        "bleu": 2.5,
-    }
-    assert strict_json(lines[1]) == {"step": 2, "loss": None}
-
-
-def test_nan_in_the_metrics_is_null_once_the_run_continues(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-    MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "events", 1).close()
-    assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
-
-
-@pytest.mark.slow
-def test_steps_that_learn_nothing_are_told_as_such(tmp_path, caplog):
-    """A loss of infinity: every step is skipped, and the run ends with what it began with."""
-    config = small_config(tmp_path, steps=4, log_every=2, validate_every=4)
-    with caplog.at_level(logging.INFO, "flaxformer_min"):
-        train(config, tmp_path / "run", token_loss=lambda logits, label: logits[0] * jnp.inf)
-    told = [text for text in caplog.messages if text.startswith("step ")]
-    assert len(told) == 2 and all("nothing learned" in text for text in told)
-    assert not any("loss 0.000" in text for text in told)
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
-        strict_json(line)
+    before, after = map(strict_json, file.read_text().splitlines())
+    assert before == {"step": 1, "loss": None}
+    assert after == {"step": 2, "validation_loss": None, "perplexity": None, "bleu": 2.5}
 
 
 # A run folder from a stranger.
@@ -297,22 +269,18 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("features", FOREIGN)
-def test_a_dataset_imports_no_class_from_elsewhere(planted, tmp_path, features):
+def test_a_dataset_imports_no_class_from_elsewhere(planted, tmp_path, features, linked):
     """Even if the user names its folder: tfds would import whatever module features.json names."""
     folder = plant_dataset(tmp_path / "data", features)
+    if linked:
+        (tmp_path / "other" / "planted_set").mkdir(parents=True)
+        version = tmp_path / "data" / "planted_set" / "1.0.0"
+        (tmp_path / "other" / "planted_set" / "1.0.0").symlink_to(version)
+        folder = str(tmp_path / "other")
     with pytest.raises(ValueError, match="names 'planted.Feature'"):
         read_pairs("tfds:planted_set", "test", "en-de", folder)
-    assert not planted.exists()
-
-
-def test_a_dataset_whose_folder_is_a_link_imports_no_class_either(planted, tmp_path):
-    plant_dataset(tmp_path / "data", FOREIGN[0])
-    (tmp_path / "other" / "planted_set").mkdir(parents=True)
-    version = tmp_path / "data" / "planted_set" / "1.0.0"
-    (tmp_path / "other" / "planted_set" / "1.0.0").symlink_to(version)
-    with pytest.raises(ValueError, match="names 'planted.Feature'"):
-        read_pairs("tfds:planted_set", "test", "en-de", str(tmp_path / "other"))
     assert not planted.exists()
 
 
@@ -330,18 +298,17 @@ def test_a_run_folder_executes_nothing_that_it_names(planted, tmp_path, capsys, 
     run = make_tiny_run(tmp_path / "run", steps=())
     folder = plant_dataset(run / "data", FOREIGN[0])
     rewrite_config(run, "data", corpus="tfds:planted_set", cache_dir=folder, download=True)
+    (run / "lock").unlink(missing_ok=True)
     before = contents(run)
     assert cli.main([word.replace("RUN", str(run)) for word in command]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not planted.exists()
-    after = contents(run)
-    assert {name: after[name] for name in before if name != "lock"} == {
-        name: before[name] for name in before if name != "lock"
-    }
+    (run / "lock").unlink(missing_ok=True)
+    assert contents(run) == before
 
 
 def test_a_run_chooses_no_folder_for_caches(tmp_path, caplog):
-    """Nor for compiled programs, which are executed; the user's own word does."""
+    """Nor for compiled programs, which are executed; the user's own word and config do."""
     run = make_tiny_run(tmp_path / "run", steps=())
     elsewhere = str(tmp_path / "elsewhere")
     rewrite_config(run, "data", cache_dir=elsewhere, download=True)
@@ -353,6 +320,10 @@ def test_a_run_chooses_no_folder_for_caches(tmp_path, caplog):
     assert f"names {elsewhere} for caches" in caplog.text
     typed = [str(run / "config.json"), "--data.cache-dir", elsewhere]
     assert read_arguments(typed, "train.py").data.cache_dir == elsewhere
+    (tmp_path / "own.py").write_text(
+        "from flaxformer_min.config import *\nconfig = Config(DataConfig(cache_dir='here'))\n"
+    )
+    assert read_arguments([str(tmp_path / "own.py")], "train.py").data.cache_dir == "here"
 
 
 def test_a_run_chooses_no_text_to_be_read(tmp_path, capsys, monkeypatch):
@@ -361,13 +332,6 @@ def test_a_run_chooses_no_text_to_be_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flaxformer_min.data.corpora.read_pairs", lambda *_: 1 / 0)
     assert cli.main(["evaluate", str(run)]) == 2
     assert f"Give --corpus 'text:{tmp_path}/my diary'" in capsys.readouterr().err
-
-
-def test_an_own_config_chooses_the_folder_for_caches(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from flaxformer_min.config import *\nconfig = Config(DataConfig(cache_dir='here'))\n"
-    )
-    assert read_arguments([str(tmp_path / "own.py")], "train.py").data.cache_dir == "here"
 
 
 # A tokenizer or config.json that is not the run's own.
@@ -425,7 +389,6 @@ def test_another_tokenizer_of_equal_size_is_an_error_that_names_it(copied, capsy
     [
         ("en-de", [], ("en", "de")),
         ("zh-CN-en", [], ("zh-CN", "en")),
-        ("en-zh-Hant-TW", [], ("en", "zh-Hant-TW")),
         ("zh-Hans-zh-Hant", [], ("zh-Hans", "zh-Hant")),
         ("pt-br-en", ["pt-br", "en", "train"], ("pt-br", "en")),
         ("pt-BR-en", ["pt_BR", "en"], ("pt_BR", "en")),
@@ -440,31 +403,23 @@ def test_two_codes_are_told_apart_though_they_have_hyphens(text, known, expected
     assert parse_languages(join_languages(*expected), known) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "en-", "a:b:c", ""]
-)
+@pytest.mark.parametrize("text", ["pt-br-en", "en", "en-en", "zh-CN:zh_cn", "-en", "a:b:c", ""])
 def test_what_cannot_be_told_apart_is_an_error(text):
     with pytest.raises(ValueError, match="languages must"):
         parse_languages(text)
 
 
-@pytest.mark.parametrize("languages", ["en-zh-CN", "en:zh-CN", "zh-CN-en"])
-def test_a_text_corpus_has_files_of_any_language_code(tmp_path, languages):
+def test_a_text_corpus_has_files_of_any_language_code(tmp_path):
+    """And the languages that are proposed where none are named are accepted."""
     (tmp_path / "train.en").write_text("one\n")
     (tmp_path / "train.zh-CN").write_text("一\n")
-    Config(DataConfig(f"text:{tmp_path}", languages))
-    pair = read_pairs(f"text:{tmp_path}", "train", languages)[0]
-    of_language = dict(zip(parse_languages(languages), pair, strict=True))
-    assert of_language == {"en": "one", "zh-CN": "一"}
-
-
-def test_the_proposed_languages_of_a_text_corpus_are_accepted(tmp_path):
-    for name, text in {"train.en": "one\n", "train.zh-cn": "一\n"}.items():
-        (tmp_path / name).write_text(text)
     with pytest.raises(ValueError) as error:
         read_pairs(f"text:{tmp_path}", "train")
     proposed = re.search("for example to (.*)\\.", str(error.value))[1]
-    assert read_pairs(f"text:{tmp_path}", "train", proposed)[0] == ("one", "一")
+    for languages in (proposed, "en-zh-CN", "en:zh-CN", "zh-CN-en"):
+        pair = read_pairs(f"text:{tmp_path}", "train", languages)[0]
+        of_language = dict(zip(parse_languages(languages), pair, strict=True))
+        assert of_language == {"en": "one", "zh-CN": "一"}
 
 
 @pytest.mark.parametrize("name", ["en-pt-BR", "en-pt_BR", "en:pt-br"])
@@ -483,18 +438,15 @@ def test_bleu_is_that_of_the_target_language():
 
 @pytest.mark.parametrize("names", [("train.en", "train.de"), ("train.tsv",)])
 def test_changed_text_of_equal_path_size_and_time_is_other_text(tmp_path, names):
-    def fingerprint():
+    def fingerprint(text):
+        for name in names:
+            (tmp_path / name).write_text(f"{text}\tzwei\n" if name.endswith("tsv") else text)
+            os.utime(tmp_path / name, (1, 1))
         return read_pairs(f"text:{tmp_path}", "train", "en-de").fingerprint()
 
-    for name in names:
-        (tmp_path / name).write_text("one\tzwei\n" if name.endswith("tsv") else "one\n")
-    before = fingerprint()
-    status = (tmp_path / names[0]).stat()
-    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("one", "two"))
-    os.utime(tmp_path / names[0], ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert fingerprint() != before
-    (tmp_path / names[0]).write_text((tmp_path / names[0]).read_text().replace("two", "one"))
-    assert fingerprint() == before
+    before = fingerprint("one")
+    assert fingerprint("two") != before
+    assert fingerprint("one") == before
 
 
 EMPTIED = """
@@ -585,13 +537,8 @@ def test_who_waits_in_vain_ends_with_a_sentence(process):
 @pytest.mark.slow
 def test_sixty_hostile_cases_end_with_a_sentence_or_a_result():
     """The first of the 2,000 of benchmarks/fuzz.py."""
-    found = subprocess.run(
-        [sys.executable, "benchmarks/fuzz.py", "--cases", "60"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "benchmarks/fuzz.py", "--cases", "60"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert found.stdout.splitlines()[-1].endswith("0 failed"), found.stdout
     assert found.stdout.splitlines()[-1].startswith("60 cases")
 
@@ -618,13 +565,6 @@ def unchecked(run):
     return without_type_checks("translator").Translator.load(run)
 
 
-def test_a_gzip_bomb_is_not_read_to_its_end(tmp_path):
-    """100 MB of zeros in 100 kB; the memory it takes is bounded."""
-    (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(bytes(10**8), 9))
-    with pytest.raises(ValueError, match="becomes more than 100 times as large"):
-        read_pairs(f"text:{tmp_path}", "train")
-
-
 def test_reading_a_gzip_file_takes_no_more_memory_than_its_text(tmp_path):
     """Not as much as the limit allows, which a system may refuse to allocate."""
     content = random.Random(0).randbytes(2_000_000).hex().encode()
@@ -645,36 +585,31 @@ def test_text_that_repeats_itself_is_no_bomb(tmp_path):
     assert len(read_pairs(f"text:{tmp_path}", "train", "en-de")) == 10_000
 
 
-@pytest.mark.parametrize("name", ["lr[0.1]", "*x?"])
-def test_a_folder_whose_name_is_a_pattern_is_refused_before_anything_is_written(tmp_path, name):
-    """Orbax finds none of the files of such a checkpoint, and takes it as written all the same."""
-    run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
-    moved = tmp_path / name / "run"
-    moved.parent.mkdir()
-    shutil.copytree(run, moved)
-    before, config = contents(moved), RunFolder(moved).config()
-    with pytest.raises(ValueError, match=r"must not have \*, \? or \[ in it.* got .*/run\."):
-        train(config, moved)
-    with pytest.raises(ValueError, match=r"must not have \*, \? or \[ in it"):
-        RunFolder(moved).keep_average(random_params(config.model), step=7)
-    assert contents(moved) == before
-    assert Translator.load(moved).translate(LINES) == Translator.load(run).translate(LINES)
+@pytest.mark.parametrize("name", ["lr[0.1]", "*x?", "a\\b", "gs:", os.fsdecode(b"\xff")])
+def test_a_folder_whose_name_means_another_is_refused_before_anything_is_written(tmp_path, name):
+    r"""Orbax takes *x? for a pattern, and /home/gs:/run for a bucket; TensorStore a\b for a/b.
 
-
-@pytest.mark.parametrize("name", ["a\\b", "gs:", "xgs:", os.fsdecode(b"\xff")])
-def test_a_folder_that_is_read_as_another_is_refused_before_it_is_written_or_read(tmp_path, name):
-    r"""TensorStore takes a\b for a/b, Orbax /home/gs:/run for a bucket."""
+    A folder whose name is a pattern can still be read.
+    """
     run = make_tiny_run(tmp_path / "run", steps=(7,), continues=True)
     config, moved = RunFolder(run).config(), tmp_path / name / "run"
     moved.parent.mkdir()
-    with pytest.raises(ValueError, match=r"the path of a run must (not have|be).*Choose another"):
+    with pytest.raises(ValueError, match=r"must (not have|be).*Choose another"):
         train(config, moved)
     assert list(moved.parent.iterdir()) == []
     shutil.copytree(run, moved)
     before = contents(moved)
-    for use in (Translator.load, lambda moved: train(config, moved)):
-        with pytest.raises(ValueError, match=r"the path of a run must (not have|be).*got .*run"):
-            use(moved)
+    refused = [
+        lambda: train(config, moved),
+        lambda: RunFolder(moved).keep_average(random_params(config.model), step=7),
+    ]
+    if {*"[*?"} & {*name}:
+        assert Translator.load(moved).translate(LINES) == Translator.load(run).translate(LINES)
+    else:
+        refused.append(lambda: Translator.load(moved))
+    for use in refused:
+        with pytest.raises(ValueError, match=r"must (not have|be).* got .*run"):
+            use()
     assert contents(moved) == before
 
 
@@ -691,19 +626,15 @@ def test_a_disk_that_is_full_when_a_run_starts_is_named(tmp_path, monkeypatch):
     )
 
 
-def refusal_of_a_locked_run(workdir):
-    with pytest.raises(ValueError) as raised, RunFolder(workdir).locked():
-        pass
-    return str(raised.value)
-
-
-@pytest.mark.slow
-def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    with RunFolder(tmp_path).locked(), ProcessPoolExecutor(1, context) as pool:
-        said = pool.submit(refusal_of_a_locked_run, tmp_path).result()
-    assert f"process {os.getpid()} trains" in said
-    assert 'a script must call train below `if __name__ == "__main__":`' in said
+def test_a_worker_that_imports_a_script_which_trains_says_what_the_script_lacks(
+    tmp_path, monkeypatch
+):
+    """The process that trains is the one that started it."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    with RunFolder(tmp_path).locked():
+        rule = "a script must call train below `if __name__ == "
+        with pytest.raises(ValueError, match=rule), RunFolder(tmp_path).locked():
+            pass
 
 
 def test_a_finished_run_is_not_shortened(tmp_path):
@@ -716,33 +647,20 @@ def test_a_finished_run_is_not_shortened(tmp_path):
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("place", ["{tmp}/file/cache", "/proc/nothing/cache"])
-def test_a_cache_that_cannot_be_written_names_the_option(tmp_path, place):
+def test_a_cache_that_cannot_be_written_names_the_option(tmp_path):
     (tmp_path / "file").write_text("")
-    config = small_config(tmp_path, data={"cache_dir": place.format(tmp=tmp_path)})
+    config = small_config(tmp_path, data={"cache_dir": f"{tmp_path}/file/cache"})
     with pytest.raises(OSError, match="--data.cache-dir"):
         prepare(RunFolder(tmp_path / "run"), config)
 
 
-def test_a_split_without_usable_pairs_is_named(tmp_path):
-    pairs = {"train": [("a b c", "d e f")] * 9, "validation": [("", "x")]}
-    model = {"vocab_size": 300, "d_model": 8, "num_heads": 1, "d_ff": 8, "num_layers": 1}
-    with pytest.raises(ValueError, match="the validation split must have at least one usable"):
-        prepare(RunFolder(tmp_path / "run"), Config(model=ModelConfig(**model)), pairs)
-
-
-@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 5_000, "1e999", "NaN"])
+@pytest.mark.parametrize("number", ["1" + "0" * 5_000, "1e999", "NaN"])
 def test_an_impossible_number_in_a_config_names_the_file(number):
-    text = (
-        Config().to_json().replace('"learning_rate_scale": 1.0', f'"learning_rate_scale": {number}')
-    )
+    rate = '"learning_rate_scale": '
+    text = Config().to_json().replace(f"{rate}1.0", rate + number)
     assert number in text
-    try:
+    with pytest.raises(ValueError, match="^RUN/config.json"):
         Config.from_json(text, "RUN/config.json")
-    except ValueError as error:
-        assert str(error).startswith("RUN/config.json")
-    else:
-        assert number == "1" + "0" * 400  # a whole number has no infinity; schedules may overflow
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -751,32 +669,28 @@ def test_numbers_of_numpy_are_numbers():
     assert Config.from_json(Config(model=config).to_json()).model == config
 
 
-def test_a_search_setting_that_there_is_not_is_named_with_those_that_there_are(translator):
-    with pytest.raises(TypeError, match="no search setting 'beam', only batch_size, beam_size, "):
-        translator.translate(["the house"], beam=4)
-
-
-def test_translate_returns_one_translation_and_refuses_several(translator):
-    with pytest.raises(ValueError, match="got n_best=2. For several, call hypotheses"):
-        translator.translate(["the house"], beam_size=2, n_best=2)
-
-
-def test_what_is_suppressed_is_in_the_vocabulary(translator):
+def test_a_setting_that_a_search_cannot_have_is_refused(translator):
     size = translator.target_tokenizer.vocab_size
-    with pytest.raises(ValueError, match=f"below {size:,}; got {size:,}"):
-        translator.translate(["the house"], suppressed=(4, size))
+    for settings, error, message in (
+        ({"beam": 4}, TypeError, "no search setting 'beam', only batch_size, beam_size, "),
+        ({"beam_size": 2, "n_best": 2}, ValueError, "n_best=2. For several, call hypotheses"),
+        ({"suppressed": (4, size)}, ValueError, f"below {size:,}; got {size:,}"),
+    ):
+        with pytest.raises(error, match=message):
+            translator.translate(["the house"], **settings)
 
 
-@pytest.mark.parametrize("lines", [None, 3, (line for line in ["a"]), ["a", None], [b"a"]])
-def test_what_is_no_list_of_texts_is_refused_by_name(unchecked, lines):
-    with pytest.raises(ValueError, match="lines must be"):
-        unchecked.translate(lines)
-
-
-@pytest.mark.parametrize("pairs", [[None], [("a", None)], [3], ["ab"], [("a",)]])
-def test_what_is_no_pair_of_texts_is_refused(unchecked, pairs):
-    with pytest.raises(ValueError, match="pairs must be"):
-        unchecked.score(pairs)
+@pytest.mark.parametrize(
+    "method, values",
+    [
+        ("translate", [None, 3, (line for line in ["a"]), ["a", None], [b"a"]]),
+        ("score", [[None], [("a", None)], [3], ["ab"], [("a",)]]),
+    ],
+)
+def test_what_is_no_list_of_texts_or_pairs_is_refused_by_name(unchecked, method, values):
+    for value in values:
+        with pytest.raises(ValueError, match="(lines|pairs) must be"):
+            getattr(unchecked, method)(value)
 
 
 @pytest.mark.parametrize(
@@ -787,7 +701,6 @@ def test_what_is_no_pair_of_texts_is_refused(unchecked, pairs):
         ({"params": []}, "got 1 models and 0 parameters"),
         ({"models": [], "params": []}, "at least one model, .* got 0 models and 0 parameters"),
         ({"tokenizers": object()}, "tokenizers must be two, .* got object. For one of both, give"),
-        ({"tokenizers": (object(),)}, "tokenizers must be two"),
     ],
 )
 def test_a_translator_takes_lists_of_models_and_parameters_and_two_tokenizers(
@@ -819,13 +732,11 @@ def test_a_prefix_of_an_empty_line_is_told(translator, caplog):
 
 
 def test_a_loaded_translator_is_pickled_by_its_folder(translator):
+    """One without a folder says why it cannot be."""
     for other in (pickle.loads(pickle.dumps(translator)), copy.deepcopy(translator)):
         assert other.restored[0].step == translator.restored[0].step
         same = jax.tree.map(np.array_equal, other.runner.params, translator.runner.params)
         assert all(jax.tree.leaves(same))
-
-
-def test_a_translator_without_a_folder_says_why_it_cannot_be_pickled(translator):
     tokenizers = translator.source_tokenizer, translator.target_tokenizer
     own = Translator(translator.models, [translator.runner.params], tokenizers)
     with pytest.raises(TypeError, match="only a translator that Translator.load returned"):
@@ -847,31 +758,6 @@ def test_positions_do_not_wrap_with_the_type_of_the_ids():
     tokens = one_sentence_per_row(jnp.ones((1, 300), jnp.int8))
     assert tokens.positions[0, -1] == 299
     assert {column.dtype for column in tokens} == {jnp.dtype("int32")}
-
-
-def test_the_public_names_are_listed():
-    assert set(flaxformer_min.__all__) <= set(dir(flaxformer_min))
-
-
-def test_what_a_killed_process_left_of_an_output_is_removed_a_day_later(tmp_path):
-    old, new, other = (tmp_path / f".{name}.partial" for name in ("out-a", "out-b", "else-a"))
-    for path in (old, new, other):
-        path.write_text("half")
-    for path in (old, other):
-        os.utime(path, (0, 0))
-    with open_atomically(tmp_path / "out") as file:
-        file.write(b"whole")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {new.name, other.name, "out"}
-
-
-def test_too_little_memory_is_a_sentence(run, capsys, monkeypatch):
-    def too_large(self, *_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr(RunFolder, "config", too_large)
-    assert cli.main(["evaluate", str(run)]) == 2
-    assert "error: there is too little memory" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_downloaded_is_told(monkeypatch):

@@ -17,6 +17,7 @@ from served import Access, Client, FakePair, Limits, serving
 from flaxformer_min.server import batching
 
 CONFIDENT = {"confidence": True, "attention": True}
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +44,17 @@ def test_a_text_has_a_text_and_a_list_a_list(client):
 
 
 @pytest.mark.parametrize(
-    "body",
-    ["q=Gr%C3%BC%C3%9Fe+dir%0Ahier&source=en&target=de", "source=en&target=de&q=Grüße dir\nhier"],
+    "body, translation",
+    [
+        ("q=Gr%C3%BC%C3%9Fe+dir%0Ahier&source=en&target=de", "GRÜSSE DIR\nHIER"),
+        ("source=en&target=de&q=Grüße dir\nhier", "GRÜSSE DIR\nHIER"),
+        ("q=a&q=b&source=en&target=de", ["A", "B"]),
+    ],
 )
-def test_a_form_is_utf_8_percent_encoded_or_not(client, body):
-    status, content = client.form("/translate", body.encode())
-    assert (status, content) == (200, {"translatedText": "GRÜSSE DIR\nHIER"})
+def test_a_form_is_utf_8_percent_encoded_or_not(client, body, translation):
+    """A repeated field is a list."""
+    found = client.form("/translate", body.encode())
+    assert found == (200, {"translatedText": translation})
 
 
 def test_a_form_may_have_several_parts(client):
@@ -61,11 +67,6 @@ def test_a_form_may_have_several_parts(client):
     body = ("".join(lines) + "--X--\r\n").encode()
     _, _, content = client.send("POST", "/translate", body, kind)
     assert content == {"translatedText": "<b>GRÜN</b>"}
-
-
-def test_a_repeated_field_of_a_form_is_a_list(client):
-    content = client.form("/translate", "q=a&q=b&source=en&target=de")[1]
-    assert content == {"translatedText": ["A", "B"]}
 
 
 def test_alternatives_are_other_texts_each_once(client):
@@ -82,25 +83,18 @@ def test_alternatives_are_other_texts_each_once(client):
 def test_html_is_translated_between_its_tags(client):
     markup = "<p title='a b'>A <b>cat</b> &amp; dog</p><script>x y</script>"
     _, content = client.translate(markup, format="html")
-    assert (
-        content["translatedText"] == "<p title='a b'>A <b>CAT</b> &amp; DOG</p><script>x y</script>"
-    )
+    assert content["translatedText"] == markup.replace("cat", "CAT").replace("dog", "DOG")
 
 
 def test_languages_are_listed_with_their_names_and_targets(client):
-    status, content = client.get("/languages")
-    assert (status, content) == (
-        200,
-        [
-            {"code": "de", "name": "German", "targets": ["en"]},
-            {"code": "en", "name": "English", "targets": ["de", "pt_BR"]},
-            {"code": "pt_BR", "name": "Portuguese (Brazil)", "targets": []},
-        ],
-    )
+    """Also where the settings are, whose fields are LibreTranslate's."""
+    expected = [
+        {"code": "de", "name": "German", "targets": ["en"]},
+        {"code": "en", "name": "English", "targets": ["de", "pt_BR"]},
+        {"code": "pt_BR", "name": "Portuguese (Brazil)", "targets": []},
+    ]
+    assert client.get("/languages") == (200, expected)
     assert client.translate("a", target="PT-br")[0] == 200
-
-
-def test_the_settings_have_the_fields_of_libretranslates(client):
     content = client.get("/frontend/settings")[1]
     assert content["language"] == {
         "source": {"code": "de", "name": "German"},
@@ -145,21 +139,16 @@ def test_confidence_and_attention_belong_to_the_words(client):
 
 BAD = [
     ({"q": ""}, 400, "missing q"),
-    ({"q": None}, 400, "missing q"),
-    ({"q": 3}, 400, "q parameter must be a text or a list of texts"),
     ({"q": ["a", 3]}, 400, "q parameter must be a text or a list of texts"),
     ({"q": "\ud800"}, 400, "q parameter is not valid Unicode"),
     ({"source": ""}, 400, "missing source"),
     ({"source": ["en"]}, 400, "source parameter must be a text"),
-    ({"target": None}, 400, "missing target"),
     ({"source": "fr"}, 400, "fr is not supported"),
-    ({"target": "auto"}, 400, "auto is not supported"),
     ({"target": "x" * 99}, 400, f"{'x' * 40} is not supported"),
     ({"source": "de", "target": "pt-BR"}, 400, "Brazil) (pt-BR) is not available as a target"),
     ({"source": "auto", "target": "fr"}, 400, "fr is not supported"),
     ({"format": "docx"}, 400, "docx format is not supported"),
     ({"alternatives": "many"}, 400, "alternatives parameter is not a number"),
-    ({"alternatives": math.inf}, 400, "alternatives parameter is not a number"),
     ({"alternatives": [1]}, 400, "alternatives parameter is not a number"),
     ({"confidence": "yes"}, 400, "confidence parameter must be true or false"),
     ({"attention": 2}, 400, "attention parameter must be true or false"),
@@ -183,13 +172,11 @@ def test_an_error_is_json_with_its_status(client, fields, status, message):
     "kind, body",
     [
         ("application/json", b"{"),
-        ("application/json", b"[]"),
         ("application/json", b'"q"'),
         ("application/json", b"\xff"),
         ("application/json", b"[" * 100_000),
         ("application/json", b'{"q":' + b"9" * 5_000 + b"}"),
         ("application/x-www-form-urlencoded", b"q=\xff&source=en&target=de"),
-        ("application/x-www-form-urlencoded", b"q=%ff&source=en&target=de"),
         ("application/x-www-form-urlencoded", b"&".join([b"q=a"] * 1_100)),
         ("multipart/form-data", b"--X"),
         ("multipart/form-data; boundary=X", b"--X\r\nContent-Disposition: form-data\r\n\r\n"),
@@ -204,15 +191,17 @@ def test_a_malformed_body_is_refused(client, kind, body):
     assert (status, list(content)) == (400, ["error"])
 
 
-def test_an_unknown_address_or_method_is_an_error_in_json(client):
-    assert client.get("/etc/passwd") == (404, {"error": "Not Found"})
-    assert client.get("/../../etc/passwd")[0] == 404
-    assert client.post("/translate/", q="a", source="en", target="de")[0] == 404
-    assert client.get("/translate?q=a&source=en&target=de") == (
-        405,
-        {"error": "Method Not Allowed"},
-    )
-    assert client.post("/languages")[0] == 405
+@pytest.mark.parametrize(
+    "method, path, status, error",
+    [
+        ("GET", "/../../etc/passwd", 404, "Not Found"),
+        ("POST", "/translate/", 404, "Not Found"),
+        ("GET", "/translate?q=a&source=en&target=de", 405, "Method Not Allowed"),
+        ("POST", "/languages", 405, "Method Not Allowed"),
+    ],
+)
+def test_an_unknown_address_or_method_is_an_error_in_json(client, method, path, status, error):
+    assert client.send(method, path)[::2] == (status, {"error": error})
 
 
 def test_the_client_of_libretranslate_works(server):
@@ -246,9 +235,8 @@ def test_a_long_document_does_not_hold_up_a_short_text():
         assert Client(server.address).translate("short")[1] == {"translatedText": "SHORT"}
         assert not long.done()
         assert long.result()[1]["translatedText"] == "\n".join(["LONG"] * 100)
-    assert (
-        len(pair.batches) - next(i for i, each in enumerate(pair.batches) if "short" in each) > 15
-    )
+    place = next(number for number, each in enumerate(pair.batches) if "short" in each)
+    assert len(pair.batches) - place > 15
 
 
 def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(caplog):
@@ -270,27 +258,27 @@ def test_a_full_queue_refuses_and_a_late_request_is_given_up():
     pair = FakePair(most=1)
     pair.gate.clear()
     with serving(pair, limits=Limits(waiting=3, deadline=1.5)) as server:
-        with ThreadPoolExecutor(2) as pool:  # each of the two threads computes one
-            sent = [pool.submit(Client(server.address).translate, "a") for _ in range(2)]
-            wait_until(lambda: pair.begun == 2)
-            with ThreadPoolExecutor(1) as third:
-                waiting = third.submit(Client(server.address).translate, ["b", "c"])
-                wait_until(lambda: server.app.service.batcher.waiting == 2)
-                status, headers, content = Client(server.address).send(
-                    "POST",
-                    "/translate",
-                    json.dumps({"q": ["d", "e"], "source": "en", "target": "de"}),
-                    {"Content-Type": "application/json"},
-                )
-                assert (status, headers["retry-after"]) == (503, "1")
-                assert content == {"error": "Too many requests wait"}
-                assert waiting.result()[0] == 504
-                assert {each.result()[0] for each in sent} == {504}
+        with ThreadPoolExecutor(3) as pool:
+            sent = fill_both_threads(pair, server, pool)
+            waiting = pool.submit(Client(server.address).translate, ["b", "c"])
+            wait_until(lambda: server.app.service.batcher.waiting == 2)
+            body = json.dumps({"q": ["d", "e"], "source": "en", "target": "de"})
+            found = Client(server.address).send("POST", "/translate", body, JSON)
+            assert found[::2] == (503, {"error": "Too many requests wait"})
+            assert found[1]["retry-after"] == "1"
+            assert {each.result()[0] for each in [waiting, *sent]} == {504}
             # What was given up makes room, although nothing has been computed.
             assert Client(server.address).translate(["d", "e", "f"])[0] == 504
         pair.gate.set()
         assert Client(server.address).translate(["x", "y", "z"])[0] == 200
     assert ["b"] not in pair.batches
+
+
+def fill_both_threads(pair, server, pool):
+    """Each of the two threads computes one text until the gate opens."""
+    sent = [pool.submit(Client(server.address).translate, "a") for _ in range(2)]
+    wait_until(lambda: pair.begun == 2)
+    return sent
 
 
 def wait_until(condition, seconds=10):
@@ -304,19 +292,16 @@ def test_the_work_of_a_client_that_has_gone_is_dropped(caplog):
     caplog.set_level(logging.INFO, "flaxformer_min.server")
     pair = FakePair(most=1)
     pair.gate.clear()
-    with serving(pair) as server:
-        with ThreadPoolExecutor(2) as pool:
-            sent = [pool.submit(Client(server.address).translate, "a") for _ in range(2)]
-            wait_until(lambda: pair.begun == 2)
-            client = Client(server.address)
-            body = json.dumps({"q": "gone", "source": "en", "target": "de"})
-            headers = {"Content-Type": "application/json"}
-            client.connection.request("POST", "/translate", body, headers)
-            wait_until(lambda: server.app.service.batcher.waiting == 1)
-            client.connection.close()
-            wait_until(lambda: "/translate 499" in caplog.text)
-            pair.gate.set()
-            assert {each.result()[0] for each in sent} == {200}
+    with serving(pair) as server, ThreadPoolExecutor(2) as pool:
+        sent = fill_both_threads(pair, server, pool)
+        client = Client(server.address)
+        body = json.dumps({"q": "gone", "source": "en", "target": "de"})
+        client.connection.request("POST", "/translate", body, JSON)
+        wait_until(lambda: server.app.service.batcher.waiting == 1)
+        client.connection.close()
+        wait_until(lambda: "/translate 499" in caplog.text)
+        pair.gate.set()
+        assert {each.result()[0] for each in sent} == {200}
     assert pair.batches == [["a"], ["a"]]
 
 
@@ -327,26 +312,22 @@ def test_a_key_is_needed_where_there_are_keys():
     with serving(access=Access(keys=("first", "sécond"))) as server:
         client = Client(server.address)
         assert client.translate("a") == (403, {"error": "An API key is needed: api_key"})
-        for wrong in ("firs", "first ", ["first"], True, "\ud800"):
+        for wrong in ("firs", "first ", ["first"], "\ud800"):
             assert client.translate("a", api_key=wrong) == (403, {"error": "Invalid API key"})
         assert client.translate("a", api_key="sécond")[0] == 200
         assert client.form("/detect", "q=a&api_key=first")[0] == 200
         assert client.get("/frontend/settings")[1]["keyRequired"]
 
 
-def test_other_pages_may_use_it_only_if_their_origin_is_allowed():
-    origin = "https://example.org"
-    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+@pytest.mark.parametrize("allowed", [(), ("https://example.org",)])
+def test_other_pages_may_use_it_only_if_their_origin_is_allowed(allowed):
     name = "access-control-allow-origin"
-    with serving() as server:
-        for method, headers in (("GET", {"Origin": origin}), ("OPTIONS", asked)):
-            assert name not in Client(server.address).send(method, "/languages", None, headers)[1]
-    with serving(access=Access(origins=(origin,))) as server:
-        for method, headers in (("GET", {"Origin": origin}), ("OPTIONS", asked)):
-            found = Client(server.address).send(method, "/languages", None, headers)[1]
-            assert found[name] == origin
-        other = {"Origin": "https://example.com"}
-        assert name not in Client(server.address).send("GET", "/languages", None, other)[1]
+    with serving(access=Access(origins=allowed)) as server:
+        for origin in ("https://example.org", "https://example.com"):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            for method, headers in (("GET", {"Origin": origin}), ("OPTIONS", asked)):
+                found = Client(server.address).send(method, "/languages", None, headers)[1]
+                assert found.get(name) == (origin if origin in allowed else None)
 
 
 @pytest.mark.parametrize("log_text", [False, True])
@@ -414,20 +395,17 @@ HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
 def test_a_connection_without_a_complete_header_is_closed(connect, sent):
     with serving(limits=Limits(header_seconds=0.3)) as server:
         connection = connect(server, sent)
-        since, received = time.monotonic(), b""
         connection.settimeout(0.1)
-        while True:
+        end, received, block = time.monotonic() + 5, b"", b"nothing yet"
+        while block:
             try:
                 if sent:  # what trickles in gives no more time
                     connection.sendall(b"E")
                 block = connection.recv(4096)
+                received += block
             except TimeoutError:
-                assert time.monotonic() < since + 5
-                continue
+                assert time.monotonic() < end
             except ConnectionError:
-                break
-            received += block
-            if not block:
                 break
     assert received.count(b"HTTP/1.1") == (1 if sent.startswith(b"GET") else 0)
 

@@ -57,7 +57,8 @@ def test_the_tutorial_has_the_sections_of_the_paper_in_order(stored):
 
 
 def test_the_tutorial_keeps_what_it_printed_and_drew(stored):
-    """Executed in one go from top to end, and small enough to be read on the web."""
+    """Executed in one go from top to end, and narrow and small enough to be read on the web."""
+    assert max(len(line) for cell in stored for line in text_of(cell).splitlines()) <= 120
     code = [cell for cell in stored if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     pictures = [cell for cell in code if "image/png" in kinds_of(cell)]
@@ -67,45 +68,34 @@ def test_the_tutorial_keeps_what_it_printed_and_drew(stored):
     assert TUTORIAL.stat().st_size < NOTEBOOK_BYTES
 
 
+def shown(cells, kind):
+    """Everything of a kind that cells show."""
+    outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    return ["".join(data[kind]) for data in outputs if kind in data]
+
+
 def test_the_tutorial_shows_the_code_as_it_is(stored):
-    listings = [
-        "".join(output["data"]["text/markdown"])
-        for cell in stored
-        for output in cell.get("outputs", [])
-        if "text/markdown" in output.get("data", {})
-    ]
-    listings = re.findall(r"^```python\n# (\S+)\n(.*?)^```", "\n".join(listings), re.M | re.S)
+    text = "\n".join(shown(stored, "text/markdown"))
+    listings = re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.M | re.S)
     assert len(listings) >= 10
     for file, code in listings:
         lines = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
         assert {line.strip() for line in code.splitlines()} <= lines, file
 
 
-def test_no_line_of_the_tutorials_prose_is_longer_than_a_screen_is_wide(stored):
-    for cell in stored:
-        assert max(map(len, text_of(cell).splitlines())) <= 120
-
-
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    """The tutorial, run in a folder of its own as a user runs it."""
+@needs_docs
+@pytest.mark.slow
+def test_the_tutorial_runs_from_top_to_end_and_shows_what_it_has_stored(tmp_path, stored):
+    """Its own checks are assertions; a model of its size gets most dates right."""
     import nbformat
     from nbclient import NotebookClient
 
-    folder = tmp_path_factory.mktemp("tutorial")
     notebook = nbformat.read(TUTORIAL, as_version=4)
-    environment = {**os.environ, "XLA_FLAGS": "", "TMPDIR": str(folder)}
-    environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    return client.execute(env=environment).cells
-
-
-@needs_docs
-@pytest.mark.slow
-def test_the_tutorial_runs_from_top_to_end_and_shows_what_it_has_stored(executed, stored):
-    """Its own checks are assertions; a model of its size gets most dates right."""
+    environment = {**os.environ, "XLA_FLAGS": "", "TMPDIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
+    executed = client.execute(env=environment).cells
     for new, old in zip(executed, stored, strict=True):
         assert kinds_of(new) - {"stderr"} == kinds_of(old), text_of(old)
     printed = "".join(
@@ -167,12 +157,15 @@ def words_of(text):
 @needs_docs
 @pytest.mark.slow
 def test_every_public_name_has_its_page_from_its_docstring(site):
+    """No doctest or parameter is lost: Markdown takes `>>>` for a quotation, and joins lines."""
     for name in flaxformer_min.__all__:
         page = page_of(site, f"api/{name}.html")
         assert f"from flaxformer_min import {name}" in page.text
         described = getattr(flaxformer_min, name)
         first = words_of(inspect.getdoc(described).split("\n\n")[0])
         assert " ".join(first) in " ".join(words_of(page.text))
+        assert "<blockquote>" not in page.text, name
+    assert "<code>pairs</code></strong>: sentence pairs" in page_of(site, "api/train.html").text
 
 
 @needs_docs
@@ -182,16 +175,6 @@ def test_docstrings_become_markdown_as_their_example_says():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert doctest.testmod(module)[:2] == (0, 1)
-
-
-@needs_docs
-@pytest.mark.slow
-def test_no_doctest_or_parameter_of_a_docstring_is_lost_in_prose(site):
-    """Markdown would take `>>>` for a quotation, and join aligned lines."""
-    for path, page in site.items():
-        if path.parent.name == "api":
-            assert "<blockquote>" not in page.text, path.name
-    assert "<code>pairs</code></strong>: sentence pairs" in page_of(site, "api/train.html").text
 
 
 @needs_docs
@@ -218,11 +201,6 @@ def test_the_page_of_the_tutorial_has_its_formulas_and_pictures(site, stored):
     formulas = sum(text_of(cell).count("$$") for cell in stored) // 2
     assert page.text.count('display="block"') == formulas > 5
     assert "FORMULA" not in page.text and "$$" not in page.text
-    pictures = [
-        base64.b64decode(output["data"]["image/png"])
-        for cell in stored
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
-    ]
+    pictures = [base64.b64decode(png) for png in shown(stored, "image/png")]
     folder = next(path for path in site if path.name == "tutorial.html").parent / "tutorial"
     assert sorted(path.read_bytes() for path in folder.iterdir()) == sorted(pictures)

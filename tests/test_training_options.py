@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import logging
 import pickle
 import subprocess
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import make_tiny_run
+from training_jobs import changed
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainingConfig
 from flaxformer_min.data.batches import TrainingBatches, shard_batch
@@ -30,7 +30,7 @@ from flaxformer_min.kernels import loss as loss_module
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.storage.checkpoint import Checkpoints
 from flaxformer_min.storage.metadata import Metric, steps_of
-from flaxformer_min.storage.restore import average_checkpoints, best_cost, restore_params
+from flaxformer_min.storage.restore import average_checkpoints, best_cost
 from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, one_sentence_per_row
 from flaxformer_min.training.loop import Progress, Trainer
@@ -64,13 +64,6 @@ def in_two_shares(batch):
 # ---- the loss, a few tokens at a time --------------------------------------------------------
 
 
-def log_softmax(x):
-    """In float64, from its definition."""
-    x = np.asarray(x, np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
 class Sample(NamedTuple):
     """Hidden states of 12 tokens, and the other arguments of their loss."""
 
@@ -93,8 +86,8 @@ def draw_sample(readings):
 
 
 @functools.cache
-def plain_gradient(readings):
-    """jax's own gradient of the definition in one line."""
+def plain_loss(readings):
+    """The definition on all tokens at once, and jax's own gradient of it."""
     sample = draw_sample(readings)
 
     def loss(hidden_states, kernel):
@@ -106,7 +99,7 @@ def plain_gradient(readings):
             loss += sample.r_drop / 4 * ((p - q) * (log_probs[0] - log_probs[1])).sum(-1)
         return jnp.where(sample.real, loss, 0.0).sum()
 
-    return jax.jit(jax.grad(loss, (0, 1)))(*sample[:2])
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(*sample[:2])
 
 
 @pytest.mark.parametrize("chunk", [slow(1), slow(4), 5, 100])
@@ -114,7 +107,6 @@ def plain_gradient(readings):
 def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
     chunk, readings, monkeypatch
 ):
-    """Against the definition, token by token, and jax's own gradient of it written in one line."""
     monkeypatch.setattr(loss_module, "CPU_CHUNK", chunk)
     sample = draw_sample(readings)
 
@@ -125,21 +117,10 @@ def test_the_loss_of_many_chunks_is_the_sum_over_tokens_and_so_is_its_gradient(
         return sums.loss, sums
 
     gradients, sums = jax.jit(jax.grad(chunked, (0, 1), has_aux=True))(*sample[:2])
-    expected = 0.0
-    for row, column in itertools.product(range(3), range(4)):
-        if sample.real[row, column]:
-            log_probs = log_softmax(sample.hidden_states[:, row, column] @ sample.kernel)
-            for each in log_probs:
-                smoothed = 0.9 * each[sample.labels[row, column]] + 0.1 * each.mean()
-                expected -= smoothed / readings
-            if readings == 2:
-                p, q = np.exp(log_probs)
-                there = (p * (log_probs[0] - log_probs[1])).sum()
-                back = (q * (log_probs[1] - log_probs[0])).sum()
-                expected += sample.r_drop / 4 * (there + back)
-    assert float(sums.loss) == pytest.approx(expected, rel=1e-5)
+    loss, expected = plain_loss(readings)
+    assert float(sums.loss) == pytest.approx(float(loss), rel=1e-5)
     assert float(sums.tokens) == (np.asarray(sample.real) > 0).sum()
-    for ours, theirs in zip(gradients, plain_gradient(readings), strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -188,8 +169,7 @@ def test_the_moving_average_takes_its_share_of_every_step(averaging_learner):
 def test_a_step_that_is_skipped_leaves_the_average_alone(averaging_learner):
     step, first = averaging_learner
     state = jax.tree.map(jnp.copy, first)
-    table = state.params["embedding"]["table"].at[5, 0].set(jnp.nan)
-    state = state._replace(params={**state.params, "embedding": {"table": table}})
+    state = state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
     before = np.asarray(state.average["embedding"]["table"])
     state, metrics = step(state, in_two_shares(two_rows()))
     assert float(metrics["skipped"]) == 1
@@ -201,30 +181,26 @@ def logged(caplog):
     return [each.getMessage() for each in caplog.records if each.name == "flaxformer_min"]
 
 
-def save_numbers(folder, numbers, name="params", keep=9):
+def save_numbers(folder, numbers, keep=9, best=None):
     checkpoints = Checkpoints(folder, keep)
     for step, number in numbers.items():
         params = {"a": jnp.full((2, 3), number), "b": jnp.full(2, -number)}
-        checkpoints.save(step, {"params": {"a": jnp.zeros((2, 3))}} | {name: params}, {})
+        checkpoints.save(step, {"params": params}, {}, best)
     checkpoints.close()
 
 
-def test_the_mean_of_the_newest_checkpoints_is_theirs_number_by_number(tmp_path, caplog):
+def test_the_mean_is_that_of_the_newest_intact_checkpoints_number_by_number(tmp_path, caplog):
     save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0, 4: 6.0})
     steps, mean = average_checkpoints(tmp_path / "c", 3)
     assert (steps, logged(caplog)) == ([4, 3, 2], [])
     np.testing.assert_array_equal(mean["a"], np.full((2, 3), 3.0))
     np.testing.assert_array_equal(mean["b"], [-3.0, -3.0])
-
-
-def test_the_mean_is_that_of_intact_checkpoints(tmp_path, caplog):
-    save_numbers(tmp_path / "c", {1: 100.0, 2: 1.0, 3: 2.0})
-    for file in (tmp_path / "c" / "3").rglob("*"):
+    for file in (tmp_path / "c" / "4").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    steps, mean = average_checkpoints(tmp_path / "c", 2)
-    assert steps == [2, 1] and "checkpoint 3" in logged(caplog)[0]
-    np.testing.assert_array_equal(mean["b"], [-50.5, -50.5])
+    steps, mean = average_checkpoints(tmp_path / "c", 3)
+    assert steps == [3, 2, 1] and "checkpoint 4" in logged(caplog)[0]
+    np.testing.assert_allclose(mean["b"], [-103 / 3] * 2, rtol=1e-6)
 
 
 def test_a_checkpoint_saved_for_a_signal_changes_neither_the_mean_nor_which_are_kept(tmp_path):
@@ -237,12 +213,6 @@ def test_a_checkpoint_saved_for_a_signal_changes_neither_the_mean_nor_which_are_
     assert average_checkpoints(tmp_path / "c", 2, every=10)[0] == [31, 30]
     save_numbers(tmp_path / "d", {10: 1.0, 13: 2.0, 20: 3.0})
     assert average_checkpoints(tmp_path / "d", 2, every=10)[0] == [20, 10]
-
-
-def test_a_moving_average_is_what_decoding_restores(tmp_path, caplog):
-    save_numbers(tmp_path / "c", {1: 5.0}, name="average")
-    np.testing.assert_array_equal(restore_params(tmp_path / "c")[1]["b"], [-5.0] * 2)
-    assert logged(caplog) == []
 
 
 def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_path, caplog):
@@ -262,38 +232,30 @@ def test_a_run_translates_with_the_mean_that_was_kept_until_it_is_dropped(tmp_pa
     assert logged(caplog) == []
 
 
-@pytest.mark.parametrize("losses, better", [([3.0, 2.0], True), ([2.0, 3.0], False)])
-def test_the_mean_is_kept_only_if_validation_finds_it_better(tmp_path, losses, better):
+@pytest.mark.parametrize(
+    "best, losses, better",
+    [
+        (3.0, [2.0], True),
+        (2.0, [3.0], False),
+        (None, [2.0, 3.0], True),
+        (None, [3.0, 2.0], False),
+    ],
+)
+def test_the_mean_is_kept_only_if_validation_finds_it_better(tmp_path, best, losses, better):
+    """Than the best checkpoint; where no score counts, than the newest, which is validated, too."""
     run = RunFolder(tmp_path)
-    checkpoints, best = Checkpoints(run.checkpoints, 3), Metric("validation_loss", losses[0])
-    for step in (1, 2):
-        checkpoints.save(step, {"params": {"a": jnp.full(2, float(step))}}, {}, best)
-    checkpoints.close()
+    metric = None if best is None else Metric("validation_loss", best)
+    save_numbers(run.checkpoints, {1: 1.0, 2: 2.0}, best=metric)
     validated = []
 
     def validate(params, step):
-        validated.append((params["a"].tolist(), step))
-        return {"validation_loss": losses[1]}
-
-    config = TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
-    validate_average(run, config, validate, 2)
-    assert validated == [([1.5, 1.5], 2)]
-    assert run.averaged.exists() == better
-
-
-@pytest.mark.parametrize("losses, better", [([2.0, 3.0], True), ([3.0, 2.0], False)])
-def test_where_no_score_counts_the_mean_is_compared_with_the_newest(tmp_path, losses, better):
-    run = RunFolder(tmp_path)
-    save_numbers(run.checkpoints, {1: 1.0, 2: 2.0})
-    validated = []
-
-    def validate(params, step):
-        validated.append(float(params["b"][0]))
+        validated.append((float(params["b"][0]), step))
         return {"validation_loss": losses[len(validated) - 1]}
 
     config = TrainingConfig(average_checkpoints=2, keep_checkpoints=3, save_every=1)
     validate_average(run, config, validate, 2)
-    assert (validated, run.averaged.exists()) == ([-1.5, -2.0], better)
+    assert validated == [(-1.5, 2), (-2.0, 2)][: len(losses)]
+    assert run.averaged.exists() == better
 
 
 METRICS = dict.fromkeys(["loss", "accuracy", "tokens", "real", "positions"], jnp.float32(1))
@@ -381,18 +343,9 @@ class Log:
 
 def run_empty_steps(state, config, checkpoints, validate, **options):
     """Run the loop with steps that do nothing, and return the lines of metrics."""
-    log = Log()
-    Trainer(
-        state,
-        EmptyStep(),
-        Endless(),
-        lambda batch: batch,
-        config,
-        checkpoints,
-        log,
-        validate,
-        **options,
-    ).run()
+    log, step = Log(), EmptyStep()
+    to_devices = lambda batch: batch  # noqa: E731
+    Trainer(state, step, Endless(), to_devices, config, checkpoints, log, validate, **options).run()
     return log.written
 
 
@@ -407,14 +360,9 @@ def test_training_stops_when_validation_finds_nothing_better(tmp_path, caplog, c
     caplog.set_level(logging.INFO, "flaxformer_min")
     losses = iter([3.0, 1.0, 2.0, 2.0, 0.1, 0.1])
     config = TrainingConfig(steps=100, validate_every=2, log_every=50, save_every=50, patience=2)
-    checkpoints = Checkpoints(tmp_path, 3)
-    run_empty_steps(
-        tiny_state(),
-        config,
-        checkpoints,
-        lambda params, step: {"validation_loss": next(losses)},
-        progress=Progress(costs=list(costs)),
-    )
+    checkpoints, progress = Checkpoints(tmp_path, 3), Progress(costs=list(costs))
+    validate = lambda params, step: {"validation_loss": next(losses)}  # noqa: E731
+    run_empty_steps(tiny_state(), config, checkpoints, validate, progress=progress)
     assert "2 validations in a row" in logged(caplog)[-1]
     step, _, description = checkpoints.restore(tiny_state().to_dict())
     checkpoints.close()
@@ -439,14 +387,9 @@ def test_a_signal_that_also_ended_the_workers_is_a_stop_request(
 
     ending = contextlib.nullcontext() if stopping else pytest.raises(RuntimeError, match="Worker")
     monkeypatch.setattr(Endless, "__next__", next_or_dead)
+    config, stop = TrainingConfig(steps=9), lambda: stopping and len(calls) == 4
     with ending:
-        run_empty_steps(
-            tiny_state(),
-            TrainingConfig(steps=9),
-            checkpoints,
-            pytest.fail,
-            stop=lambda: stopping and len(calls) == 4,
-        )
+        run_empty_steps(tiny_state(), config, checkpoints, pytest.fail, stop=stop)
     checkpoints.close()
     assert steps_of(tmp_path) == [3] * stopping
     assert logged(caplog) == []
@@ -468,18 +411,18 @@ def worse_from_step_to_step(validator, params, step):
 
 
 @pytest.mark.parametrize(
-    "best_by, changes, counts",
+    "best_by, of_training, of_search, counts",
     [
-        ("bleu", {}, True),
-        slow("bleu", {"validation_sentences": 3}, False),
-        ("bleu", {"beam_size": 2}, False),
-        slow("bleu", {"batch_size": 8}, True),
-        ("loss", {"validation_sentences": 3, "beam_size": 2}, True),
+        ("bleu", {}, {}, True),
+        slow("bleu", {"validation_sentences": 3}, {}, False),
+        ("bleu", {}, {"beam_size": 2}, False),
+        slow("bleu", {}, {"batch_size": 8}, True),
+        ("loss", {"validation_sentences": 3}, {"beam_size": 2}, True),
     ],
 )
 @pytest.mark.usefixtures("programs_are_shared", "nothing_is_learned")
 def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
-    tmp_path, monkeypatch, caplog, best_by, changes, counts
+    tmp_path, monkeypatch, caplog, best_by, of_training, of_search, counts
 ):
     """Each validation is worse than the one before it: the first that counts is the best, and the
     second after it is the end."""
@@ -488,13 +431,9 @@ def test_bleu_is_compared_with_bleu_of_the_same_settings_only(
     shared = {"best_by": best_by, "validate_every": 2, "patience": 2, "save_every": 50}
     config = settings(tmp_path, **{"validation_sentences": 5, **shared, "steps": 4})
     run = train(config, tmp_path / "run", pairs=text).run
-    of_search = {name: changes[name] for name in ("beam_size", "batch_size") if name in changes}
-    of_training = {name: changes[name] for name in changes if name not in of_search}
-    training = dataclasses.replace(config.training, steps=10, **of_training)
-    decoding = dataclasses.replace(config.decoding, **of_search)
-    longer = dataclasses.replace(config, training=training, decoding=decoding)
+    longer = changed(config, "training", steps=10, **of_training)
     caplog.clear()
-    result = train(longer, run.path, pairs=text)
+    result = train(changed(longer, "decoding", **of_search), run.path, pairs=text)
     warning = "the settings of BLEU in validation have changed; former scores do not count."
     assert logged(caplog) == [warning] * (not counts)
     assert (result.step, run.params().step) == ((6, 2) if counts else (10, 6))
@@ -525,14 +464,8 @@ def test_an_interrupted_validation_is_repeated_when_training_continues(tmp_path)
             validated.append(step)
             return None if step == give_up_at else {"validation_loss": 10.0 - step}
 
-        lines = run_empty_steps(
-            state,
-            config,
-            checkpoints,
-            validate,
-            stop=lambda: give_up_at in validated,
-            progress=progress,
-        )
+        stop = lambda: give_up_at in validated  # noqa: E731
+        lines = run_empty_steps(state, config, checkpoints, validate, stop=stop, progress=progress)
         step, _, description = checkpoints.restore(tiny_state().to_dict())
         checkpoints.close()
         return [(step, line["validation_loss"]) for step, line in lines], (step, description)
@@ -604,16 +537,6 @@ def test_sampled_batches_resume_exactly(tokenizer, tmp_path):
     resumed.close()
 
 
-def test_an_epoch_that_was_inspected_is_not_drawn_again(tokenizer, tmp_path, monkeypatch):
-    rows, drawn = sampled_rows(tokenizer, tmp_path), []
-    draw = Segmentations.draw
-    monkeypatch.setattr(Segmentations, "draw", lambda *args: drawn.append(1) or draw(*args))
-    inspected = rows.epoch(0)[0]
-    jax.tree.map(np.testing.assert_array_equal, next(rows), inspected)
-    rows.close()
-    assert len(drawn) == 2  # source and target
-
-
 def test_segmentations_are_drawn_by_their_probability_to_the_power_of_alpha():
     """Two sentences: one segmentation, and three of probabilities 0.5, 0.25 and 0.125."""
     lengths = np.array([3, 1, 2, 4])
@@ -629,8 +552,7 @@ def test_segmentations_are_drawn_by_their_probability_to_the_power_of_alpha():
 
 
 def test_another_process_draws_the_same(tokenizer, tmp_path):
-    rows = sampled_rows(tokenizer, tmp_path)
-    epoch = rows.epoch(3)
+    epoch = sampled_rows(tokenizer, tmp_path).epoch(3)
     copy = pickle.loads(pickle.dumps(epoch))
     jax.tree.map(np.testing.assert_array_equal, copy[0], epoch[0])
     script = (
@@ -640,7 +562,6 @@ def test_another_process_draws_the_same(tokenizer, tmp_path):
         "rows = TrainingBatches(EncodedPairs.load(Path(sys.argv[1])), (64, 64), 4, 0,"
         " subword_sampling=0.1); print(hashlib.sha256(rows.epoch(3)[0].target.ids).hexdigest())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(epoch.encoded.folder)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", script, str(epoch.encoded.folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == hashlib.sha256(epoch[0].target.ids).hexdigest()
