@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from letters import Letters
 from numpy.testing import assert_allclose
 
 from flaxformer_min.config import ModelConfig
@@ -131,7 +132,6 @@ def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned, posi
 
 
 def test_a_position_that_was_never_learned_is_nan_inside_jit(learned):
-    """An index beyond the table would otherwise take its last row, without a word."""
     model, params = learned
     embedded = jax.jit(model.apply, static_argnames="method")(
         params, tokens_at(11, 12, 0, 5_000, 1), method=embed
@@ -150,8 +150,6 @@ def test_padding_may_lie_beyond_the_learned_positions(learned):
 
 
 def test_a_function_of_positions_replaces_the_encoding_on_both_sides():
-    """Here: a tenth of the position, in every column."""
-
     def ramp(positions, d_model):
         return jnp.broadcast_to(positions[:, None] / 10.0, (positions.size, d_model))
 
@@ -163,19 +161,6 @@ def test_a_function_of_positions_replaces_the_encoding_on_both_sides():
     expected = expected + np.array([[0.0], [0.4], [4.0]])
     for method in (embed, lambda module, tokens: module.embed_target(tokens)):
         assert_allclose(model.apply(params, tokens, method=method)[0], expected, rtol=1e-5)
-
-
-class Letters:
-    """A tokenizer of one piece per letter."""
-
-    def encode_batch(self, texts):
-        return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
-
-    def decode(self, ids):
-        return "".join(chr(i + 61) for i in ids if i > EOS)
-
-    def pieces(self, ids):
-        return [chr(i + 61) for i in ids]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +183,6 @@ def test_a_translation_ends_by_the_last_learned_position(translator):
 
 
 def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(translator, caplog):
-    """To eleven letters and EOS; the rest has no effect."""
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
         found = translator.hypotheses(["ABCDEFGHIJKLMNO", "ABCDEFGHIJK"])
     assert caplog.messages == ["line 1 has 16 tokens; only its first 11 are read."]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from letters import Letters
 from tiny_run import LINES, make_tiny_run, random_params
 
 from flaxformer_min.config import ModelConfig
@@ -84,16 +85,6 @@ def test_a_translation_does_not_depend_on_the_other_lines(translator, expected, 
         assert_same(found, [expected[number] for number in numbers])
 
 
-@pytest.mark.slow
-def test_a_translation_does_not_depend_on_the_number_of_cores(run, expected, short, monkeypatch):
-    """One virtual device has all cores to itself; of two, each has a batch of its own."""
-    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
-    translator = Translator.load(run)
-    assert translator.runner.cores == 1 and jax.device_count() == 2
-    found = translator.hypotheses([mixed_lines(COUNT)[i] for i in short[:8]])
-    assert_same(found, [expected[i] for i in short[:8]])
-
-
 def test_empty_lines_stay_empty_and_in_place(translator):
     """Also beside a line of spaces, which is empty, too."""
     lines = ["", "red house", "  ", "blue"]
@@ -109,19 +100,6 @@ def test_translate_returns_the_best_text_of_each_line(translator, expected):
         "",
         *[best[0].text for best in expected],
     ]
-
-
-class Letters:
-    """A tokenizer of one piece per letter, so that a text has only one encoding."""
-
-    def encode_batch(self, texts):
-        return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
-
-    def decode(self, ids):
-        return "".join(chr(i + 61) for i in ids if i > EOS)
-
-    def pieces(self, ids):
-        return [chr(i + 61) for i in ids]
 
 
 @pytest.fixture(scope="module")
