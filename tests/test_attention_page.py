@@ -152,19 +152,19 @@ def test_it_opens_with_the_last_layers_cross_attention(opened):
 def test_layers_heads_maps_and_tokens_can_be_chosen(opened):
     from selenium.webdriver import ActionChains
 
-    choose(opened, "head", "2 of 2")
-    tokens = opened.find_elements("css selector", "#queries li")
-    ActionChains(opened).move_to_element(tokens[1]).perform()
-    assert told(opened) == "“&amp;” attends to “</s>” 75 %, “the” 25 %."
-    assert shares(opened) == ["25 %", "", "", "75 %"]
     choose(opened, "layer", "1 of 2")
     choose(opened, "head", "1 of 2")
+    assert told(opened) == "“고양이” attends to “the” 100 %."
     choose(opened, "map", "Encoder self-attention: source attends to source")
     assert told(opened) == "“the” attends to “the” 100 %."
     assert len(opened.find_elements("css selector", "#queries li")) == 4
     choose(opened, "map", "Decoder self-attention: target attends to the target so far")
     choose(opened, "layer", "2 of 2")
     assert told(opened) == "“고양이” attends to “고양이” 75 %, “<s>” 25 %."
+    tokens = opened.find_elements("css selector", "#queries li")
+    ActionChains(opened).move_to_element(tokens[1]).perform()
+    assert told(opened) == "“&amp;” attends to “&amp;” 75 %, “<s>” 25 %."
+    assert shares(opened) == ["25 %", "", "75 %"]
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened):
