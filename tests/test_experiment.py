@@ -262,7 +262,6 @@ def test_parts_of_a_model_are_named_whatever_they_are():
 
 
 def test_a_second_training_in_a_process_is_refused(tmp_path):
-    """Orbax's files of both would be mixed up."""
     refused = []
 
     def stop():
@@ -465,7 +464,6 @@ def test_the_text_of_a_run_on_given_pairs_is_not_looked_for_elsewhere(uncut):
 
 
 def test_splits_of_one_fingerprint_are_not_taken_for_each_other(tmp_path):
-    """If they have other numbers of pairs."""
     named = {name: Counting(pairs, "my corpus v1") for name, pairs in PAIRS.items()}
     encoded = prepare(RunFolder(tmp_path / "run"), CONFIG, named).encoded
     assert [encoded[name].counts.read for name in PAIRS] == [40, 6]

@@ -194,11 +194,6 @@ def test_a_packing_is_computed_once_for_each_row_length_and_cached(tmp_path, mon
         dataclasses.replace(again, drawn=(0.5, (1, 0))).packing(ROWS)
 
 
-def test_packing_finds_a_perfect_fit_where_there_is_one():
-    lengths = np.array([16] * 4 + [9, 7] * 6 + [4] * 8)
-    assert len(pack(lengths, lengths, (16, 16)).plan().starts) - 1 == 4 + 6 + 2
-
-
 def test_rows_hold_nearly_only_tokens():
     """Lengths like those of captions; a row fits several of them."""
     rng = np.random.default_rng(0)
@@ -229,7 +224,6 @@ def test_an_iterator_continues_exactly_at_the_position_of_another(encoded, posit
 
 
 def test_processes_share_the_rows_of_each_batch(encoded):
-    """Two processes have as many batches as one, and their rows together are its rows."""
     whole = TrainingBatches(encoded[0], ROWS, 8, seed=5).epoch(1)
     halves = [
         TrainingBatches(encoded[0], ROWS, 8, seed=5, process=i, processes=2).epoch(1)
