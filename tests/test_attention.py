@@ -42,47 +42,30 @@ def heads():
     return [x.astype(np.float32) for x in (query, key, value)] + [mask]
 
 
-def test_attention_is_equation_1(heads):
-    """Section 3.2.1: one head of one sentence, number by number."""
-    query, key, value = (x[1, 2] for x in heads[:3])
-    mask = heads[3][1]
-    output, weights = one_head(query, key, value, mask)
-    arguments = [np.asarray(x, np.float64) for x in (query, key, value)]
-    assert_allclose(output, reference.attention(*arguments, mask), rtol=1e-5, atol=1e-6)
-    assert_allclose(weights, reference.attention_weights(*arguments[:2], mask), rtol=1e-5)
-    assert_array_equal(weights, weights_of_one_head(query, key, mask))
-
-
-def test_the_batched_attention_is_the_same_for_every_head_of_every_sentence(heads):
-    """Section 3.2.2: each head of a sentence attends on its own, under one mask."""
+def test_attention_is_equation_1_for_every_head_of_every_sentence(heads):
+    """Section 3.2.1, number by number; section 3.2.2: each head attends on its own."""
     query, key, value, mask = heads
-    output, weights = batched_scaled_dot_product_attention(query, key, value, mask)
-    assert output.shape == (BATCH, HEADS, QUERIES, D_V)
+    outputs, weights = batched_scaled_dot_product_attention(query, key, value, mask)
+    assert outputs.shape == (BATCH, HEADS, QUERIES, D_V)
     assert weights.shape == (BATCH, HEADS, QUERIES, KEYS)
-    for b in range(BATCH):
-        for h in range(HEADS):
-            one = [np.asarray(x[b, h], np.float64) for x in (query, key, value)]
-            expected = reference.attention(*one, mask[b])
-            assert_allclose(output[b, h], expected, rtol=1e-5, atol=1e-6)
-            expected = reference.attention_weights(*one[:2], mask[b])
-            assert_allclose(weights[b, h], expected, rtol=1e-5)
+    for b, h in np.ndindex(BATCH, HEADS):
+        one = [np.asarray(x[b, h], np.float64) for x in (query, key, value)]
+        expected = reference.attention(*one, mask[b])
+        assert_allclose(outputs[b, h], expected, rtol=1e-5, atol=1e-6)
+        expected_weights = reference.attention_weights(*one[:2], mask[b])
+        assert_allclose(weights[b, h], expected_weights, rtol=1e-5)
+        output, of_one_head = one_head(query[b, h], key[b, h], value[b, h], mask[b])
+        assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+        assert_allclose(of_one_head, expected_weights, rtol=1e-5)
+        assert_array_equal(of_one_head, weights_of_one_head(query[b, h], key[b, h], mask[b]))
 
 
 def test_weights_sum_to_one_and_a_masked_key_gets_exactly_zero(heads):
-    """Section 3.2.3: a masked key has no share at all."""
     query, key, _, mask = heads
     _, weights = batched_scaled_dot_product_attention(query, key, key, mask)
     assert (np.asarray(weights)[np.broadcast_to(~mask[:, None], weights.shape)] == 0).all()
     sums = np.broadcast_to(mask.any(-1)[:, None], weights.shape[:-1])
     assert_allclose(weights.sum(-1), sums, rtol=1e-6)
-
-
-def test_the_scale_is_the_root_of_the_width_of_a_head():
-    """Equation 1: q · k = 4 and d_k = 4, so the scores are 2 and 0."""
-    query, key = np.ones((1, 4), np.float32), np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
-    weights = weights_of_one_head(query, key, np.ones((1, 2), bool))
-    share = np.exp(2) / (np.exp(2) + 1)
-    assert_allclose(weights, [[share, 1 - share]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,9 +93,9 @@ def test_a_query_that_may_attend_to_nothing_makes_no_nan_on_the_way():
     assert_array_equal(gradient, [[0, 0]])
 
 
-@pytest.mark.parametrize("size", [1e3, 1e15])
-def test_huge_scores_do_not_overflow(size):
+def test_huge_scores_do_not_overflow():
     """Section 3.2.1: softmax depends on differences of scores, not on their size."""
+    size = 1e15
     query = np.full((1, 2), size, np.float32)
     key = np.array([[size, size], [-size, -size], [size, size]], np.float32)
     weights = weights_of_one_head(query, key, np.array([[True, True, False]]))
@@ -182,9 +165,7 @@ MI250 = SimpleNamespace(platform="gpu", compute_capability="gfx90a")
 @pytest.mark.parametrize(
     "device, dtype, queries, d_k, supported",
     [
-        (H100, "bfloat16", 64, 64, True),
         (H100, "bfloat16", 64, 128, True),
-        (SimpleNamespace(platform="cpu"), "bfloat16", 64, 64, False),
         (SimpleNamespace(platform="tpu"), "bfloat16", 64, 64, False),
         (MI250, "bfloat16", 64, 64, False),
         (H100, "float32", 64, 64, False),
@@ -244,8 +225,6 @@ def test_each_sentence_stores_keys_and_values_at_its_own_positions(platform):
 
 MASKS = {
     "added to the scores": np.where(np.tri(4), 0.0, -1e9)[None].repeat(4, 0).astype(np.float32),
-    "of numbers": np.tri(4, dtype=np.int32)[None].repeat(4, 0),
-    "of no sentence": np.tri(4) > 0,
     "of one sentence": (np.tri(4) > 0)[None],
     "with heads, as Flax has it": (np.tri(4) > 0)[None, None].repeat(4, 0),
     "of keys alone": np.ones((4, 1, 4), bool),
@@ -265,17 +244,12 @@ def test_a_mask_of_another_kind_is_refused(mask):
     rule = r"must have the shape \(4, 4, 4\) and the type bool, True where .*; got \("
     with pytest.raises(ValueError, match=rule):
         module.init(jax.random.key(0), x, jnp.asarray(mask), method=attend)
-
-
-def test_a_mask_that_is_added_is_no_mask():
-    query, mask = jnp.ones((3, 2)), jnp.where(jnp.tri(3), 0.0, -1e9)
     with pytest.raises(ValueError, match="the type bool, .*; got .* of float32"):
-        inspect.unwrap(attention.attention_weights)(query, query, mask)
+        inspect.unwrap(attention.attention_weights)(x[0], x[0], jnp.where(jnp.tri(4), 0.0, -1e9))
 
 
 @pytest.mark.parametrize("sentences, queries, keys", [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
 def test_attention_of_nothing_is_nothing(sentences, queries, keys):
-    """No sentence, no query, or no key, of which a query gets zeros and then the bias."""
     module = MultiHeadAttention(ModelConfig(d_model=6, num_heads=3, dtype="float32"))
     x, attended = jnp.ones((sentences, queries, 6)), jnp.ones((sentences, keys, 6))
 

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import html.parser
 import importlib.util
 import json
 import re
@@ -39,68 +38,48 @@ def page(maps):
     return attention_page(maps, SOURCE, TARGET, read_tokens=READ, **languages)
 
 
-class Scripts(html.parser.HTMLParser):
-    """Collects what stands between script tags, as a browser cuts it."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.inside, self.scripts, self.attributes = False, [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.inside = tag == "script"
-        self.scripts += [""] * self.inside
-        self.attributes += [(tag, name, value) for name, value in attributes]
-
-    def handle_data(self, data):
-        if self.inside:
-            self.scripts[-1] += data
-
-    def handle_endtag(self, tag):
-        self.inside = False
+def scripts(page: str) -> list[str]:
+    """What stands between script tags, as a browser cuts it: the data, and the program."""
+    return re.findall(r"<script\b[^>]*>(.*?)</script\b", page, re.DOTALL | re.IGNORECASE)
 
 
 def test_tokens_and_weights_come_through_to_four_digits(page, maps):
-    data = json.loads(Scripts(page).scripts[0])
+    data = json.loads(scripts(page)[0])
     assert data["tokens"] == {"source": SOURCE, "target": TARGET, "target so far": READ}
     for name, weights in maps.items():
         np.testing.assert_array_equal(np.array(data["maps"][name]["weights"]) / 10_000, weights)
     thirds = attention_page({"cross": [[[[1 / 3, 2 / 3]]]]}, ["a", "b"], ["c"])
-    assert json.loads(Scripts(thirds).scripts[0])["maps"]["cross"]["weights"] == [[[[3333, 6667]]]]
+    assert json.loads(scripts(thirds)[0])["maps"]["cross"]["weights"] == [[[[3333, 6667]]]]
 
 
 @pytest.mark.parametrize("token", ["</script>", "<!--<script>", "</SCRIPT ", "\u2028", "\ud800"])
 def test_no_token_gets_out_of_the_data(token):
     page = attention_page({"decoder": np.ones((1, 1, 1, 1))}, [], [token])
-    data, program = Scripts(page).scripts
+    data, program = scripts(page)
     assert json.loads(data)["tokens"]["target"] == [token]
     assert program.lstrip().startswith('"use strict"')
     page.encode()
 
 
 def test_the_page_links_to_nothing_and_evaluates_nothing(page):
-    parsed = Scripts(page)
-    assert not [each for each in parsed.attributes if each[1] in ("src", "href", "action")]
+    assert not re.search(r"\s(src|href|action)\s*=", page)
     assert not re.search(r"https?://|url\(|@import|fetch\(|eval\(|Function\(|innerHTML", page)
-    digest = base64.b64encode(hashlib.sha256(parsed.scripts[1].encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(scripts(page)[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in page
     assert "default-src 'none'" in page
 
 
-def test_one_map_is_enough(maps):
-    page = attention_page({"cross": maps["cross"]}, SOURCE, TARGET)
-    assert list(json.loads(Scripts(page).scripts[0])["maps"]) == ["cross"]
-
-
-def test_maps_of_another_name_or_shape_are_refused(maps):
-    with pytest.raises(ValueError, match=r"some of cross, encoder, decoder; got \['self'\]"):
-        attention_page({"self": maps["cross"]}, SOURCE, TARGET)
-    with pytest.raises(ValueError, match="some of cross, encoder, decoder; got"):
-        attention_page({}, SOURCE, TARGET)
-    with pytest.raises(ValueError, match=r"maps\['cross'\] must be .*for 4 and 3 tokens"):
-        attention_page({"cross": maps["cross"]}, TARGET, SOURCE)
-    with pytest.raises(ValueError, match=r"\[layers heads queries keys\].*\(2, 3, 4\)"):
-        attention_page({"cross": maps["cross"][0]}, SOURCE, TARGET)
+@pytest.mark.parametrize(
+    "name, part, tokens, error",
+    [
+        ("self", slice(None), (SOURCE, TARGET), r"cross, encoder, decoder; got \['self'\]"),
+        ("cross", slice(None), (TARGET, SOURCE), r"maps\['cross'\] must be .*for 4 and 3 tokens"),
+        ("cross", 0, (SOURCE, TARGET), r"\[layers heads queries keys\].*\(2, 3, 4\)"),
+    ],
+)
+def test_maps_of_another_name_or_shape_are_refused(maps, name, part, tokens, error):
+    with pytest.raises(ValueError, match=error):
+        attention_page({name: maps["cross"][part]}, *tokens)
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +149,9 @@ def test_it_opens_with_the_last_layers_cross_attention(opened):
     assert told(opened).endswith("“the” 25 %.")
 
 
-def test_pointing_at_a_token_shows_what_it_looks_at(opened):
+def test_layers_heads_maps_and_tokens_can_be_chosen(opened):
     from selenium.webdriver import ActionChains
 
-    choose(opened, "head", "2 of 2")
-    tokens = opened.find_elements("css selector", "#queries li")
-    ActionChains(opened).move_to_element(tokens[1]).perform()
-    assert told(opened) == "“&amp;” attends to “</s>” 75 %, “the” 25 %."
-    assert shares(opened) == ["25 %", "", "", "75 %"]
-
-
-def test_layers_heads_and_maps_can_be_chosen(opened):
     choose(opened, "layer", "1 of 2")
     choose(opened, "head", "1 of 2")
     assert told(opened) == "“고양이” attends to “the” 100 %."
@@ -190,6 +161,10 @@ def test_layers_heads_and_maps_can_be_chosen(opened):
     choose(opened, "map", "Decoder self-attention: target attends to the target so far")
     choose(opened, "layer", "2 of 2")
     assert told(opened) == "“고양이” attends to “고양이” 75 %, “<s>” 25 %."
+    tokens = opened.find_elements("css selector", "#queries li")
+    ActionChains(opened).move_to_element(tokens[1]).perform()
+    assert told(opened) == "“&amp;” attends to “&amp;” 75 %, “<s>” 25 %."
+    assert shares(opened) == ["25 %", "", "75 %"]
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened):
@@ -197,11 +172,7 @@ def test_everything_can_be_reached_with_the_keyboard(opened):
     press(opened, "TAB")
     assert opened.switch_to.active_element.get_attribute("aria-label") == "고양이"
     press(opened, "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT")
-    assert told(
-        opened
-    ) == "“&amp;” attends to “</script><script>document.title='broken'</script>” " + (
-        "75 %, “the” 25 %."
-    )
+    assert told(opened).startswith("“&amp;” attends to “</script>")
     press(opened, "END", "ARROW_RIGHT")
     assert told(opened).startswith("“</s>” attends to")
     press(opened, "HOME", "ARROW_UP")

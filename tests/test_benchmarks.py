@@ -46,7 +46,6 @@ def peers(request):
 
 
 def test_decoding_gives_each_translation_the_length_of_its_reference(call, text, peers):
-    """Which the benchmark asserts."""
     options = "--sentences", "20", "--batch-size", "16", "--beam-sizes", "4"
     out = call("decoding", *text, *TINY, *options, *peers)
     assert "| flaxformer_min " in out
@@ -84,13 +83,6 @@ def test_an_imported_model_is_measured_beside_hugging_face(call, text):
     pytest.importorskip("transformers")
     out = call("opus", *text, *TINY, "--sentences", "2", "--beam-sizes", "2")
     assert "generate" in out
-
-
-def test_ours_of_an_imported_model_translates(tmp_path):
-    import opus
-
-    found = opus.ours(make_tiny_run(tmp_path / "run"), LINES[:2], 1)()["found"]
-    assert len(found) == 2
 
 
 def test_a_device_agrees_with_a_cpu(call):
@@ -150,15 +142,13 @@ def help_packages(tmp_path):
         page: [(f"Opens file {i} of {page}.", f"{page}의 파일 {i}") for i in range(9)]
         for page in pages
     }
+    control = '<span class="MAC"><b>Command</b></span><span>Ctrl</span>+<br>A'
     texts["page 0"] += [
         ("Never <b>translated</b> &lt;text&gt;.", "Never translated &lt;text&gt;."),
         ("Only here.", None),
         (texts["page 28"][0][0].upper(), "대문자"),  # in the test
         texts["page 0"][0],  # a repetition
-        (
-            'Press <span class="MAC"><b>Command</b></span><span>Ctrl</span>+<br>A\n now.',
-            "Ctrl+A 누름",
-        ),
+        (f"Press {control}\n now.", "Ctrl+A 누름"),
     ]
     for side, language in enumerate(("en-US", "ko")):
         folder = tmp_path / language / "usr/share/libreoffice/help" / language / "text" / "calc"
@@ -177,28 +167,18 @@ def test_packages_of_help_become_parallel_text_and_a_model(call, help_packages, 
     """Paragraphs are aligned by page and id, and nothing of the test is in the training text."""
     import libreoffice
 
-    pages = {
-        name: libreoffice.split_of(f"text/calc/{name}.html")
-        for name in ("page 28", "page 42", "page 0")
-    }
-    assert pages == {"page 28": "test", "page 42": "val", "page 0": "train"}
+    for page, split in (("page 28", "test"), ("page 42", "val"), ("page 0", "train")):
+        assert libreoffice.split_of(f"text/calc/{page}.html") == split
     folder, run = tmp_path / "text", tmp_path / "run"
-    sizes = "--model.vocab-size", "320", "--model.num-layers", "1", "--model.d-ff", "32"
-    sizes += "--model.d-model", "16", "--model.num-heads", "2"
-    steps = "--training.steps", "1", "--training.cooldown-steps", "1", "--decoding.beam-size", "1"
-    steps += "--training.warmup-steps", "1"
-    options = *sizes, *steps, "--data.cache-dir", tmp_path, "--workdir", run
+    settings = "model.vocab-size 320 model.num-layers 1 model.d-ff 32 model.d-model 16 "
+    settings += "model.num-heads 2 training.steps 1 training.cooldown-steps 1 "
+    settings += "training.warmup-steps 1 decoding.beam-size 1"
+    options = [word if word.isdigit() else f"--{word}" for word in settings.split()]
+    options += "--data.cache-dir", tmp_path, "--workdir", run
     out = call("libreoffice", *help_packages, folder, "--train", *options)
     for line in ("not translated: 1", "on one side only: 1", "repeated: 2", "train: 10", "test: 9"):
         assert f"{line}\n" in out
-    assert (folder / "train.en").read_text().splitlines()[8:] == [
-        "Opens file 8 of page 0.",
-        "Press Ctrl+A now.",
-    ]
+    english = (folder / "train.en").read_text().splitlines()
+    assert english[8:] == ["Opens file 8 of page 0.", "Press Ctrl+A now."]
     assert (folder / "train.ko").read_text().splitlines()[-1] == "Ctrl+A 누름"
     assert (run / "config.json").exists()
-
-
-def test_a_folder_that_is_no_package_of_help_is_an_error(call, help_packages, tmp_path):
-    with pytest.raises(ValueError, match="must hold one unpacked package .*; it has 0 folders"):
-        call("libreoffice", tmp_path, help_packages[1], tmp_path / "text")

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from flaxformer_min.kernels.key_value import KeyValue
-from flaxformer_min.model.cache import Cache, free_entries
+from flaxformer_min.model.cache import Cache
 
 BATCH, BEAM = 3, 3
 
@@ -58,21 +58,3 @@ def test_a_hypothesis_sees_its_own_tokens_while_entries_are_used_again(entries):
             for seen, history in zip(np.asarray(cache.visible)[row], histories[row], strict=True):
                 assert sorted(stored[row][seen]) == history
     assert again > 0 and number > entries
-
-
-def test_free_entries_are_those_that_no_hypothesis_sees():
-    visible = jnp.array([[1, 0, 0, 1, 0], [1, 1, 0, 0, 0]], bool)
-    assert_array_equal(free_entries(visible, 2), [2, 4])
-    assert_array_equal(free_entries(visible, 1), [2])
-
-
-def test_in_a_full_cache_the_free_entries_are_beyond_the_last():
-    visible = jnp.array([[1, 0, 0], [0, 1, 0]], bool)
-    assert_array_equal(free_entries(visible, 2), [2, 3])
-    assert_array_equal(free_entries(jnp.ones((1, 3), bool), 1), [3])
-
-
-def test_a_larger_cache_keeps_what_is_seen():
-    cache = read(empty(3), jnp.arange(9).reshape(BATCH, BEAM)).resize(5)
-    assert_array_equal(cache.visible[0], np.eye(3, 5))
-    assert_array_equal(cache.self_attention_kv[0].values[1, 0, :, 0], [3, 4, 5, 0, 0])

@@ -18,7 +18,6 @@ from flaxformer_min.cli.train import DEFAULT_CONFIG
 from flaxformer_min.config import Config
 from flaxformer_min.data.corpora import read_pairs
 from flaxformer_min.data.tokenizer import train_tokenizer
-from flaxformer_min.evaluation import default_tokenize
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.storage.run_folder import RunFolder
 from flaxformer_min.tokens import Batch, Tokens
@@ -185,13 +184,14 @@ def test_the_papers_base_model_is_trained_and_scored_on_a_small_set_of_the_same_
 ):
     """Tokenizer on a bounded sample, a step, a save; then the restored model translates.
 
-    Another process, with one device: the state of 44 M parameters takes half a gigabyte.
+    One layer of six, in a process of its own, so that memory and time suffice.
     """
     run = small_wmt14 / "run"
     command = [sys.executable, "train.py", "configs/wmt14_base.py", "--workdir", str(run)]
     command += ["--data.cache-dir", str(small_wmt14), "--data.tokenizer-sample", "100"]
     command += ["--data.rows-per-batch", "1", "--data.source-row-length", "32"]
     command += ["--data.target-row-length", "32", "--training.steps", "1"]
+    command += ["--model.num-layers", "1"]
     command += ["--training.validation-sentences", "0", "--decoding.max-extra-tokens", "3"]
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -202,7 +202,7 @@ def test_the_papers_base_model_is_trained_and_scored_on_a_small_set_of_the_same_
     assert "exact match = 0.0 % of 1 sentences" in done.stdout
     model, paper = RunFolder(run).model_config(), load("wmt14_base")["config"].model
     assert model.dtype == "float32"  # "auto" on a CPU
-    assert dataclasses.replace(model, vocab_size=37_000, dtype="auto") == paper
+    assert dataclasses.replace(model, vocab_size=37_000, dtype="auto", num_layers=6) == paper
     assert 300 < model.vocab_size < 37_000, "what the sample carries"
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1]
 
@@ -228,27 +228,3 @@ def test_the_chatbot_table_becomes_a_corpus_without_a_question_in_two_splits(tmp
     tokenizer = train_tokenizer(texts, 300, tmp_path / "t", normalization=rule)
     for text in [*expected[0], "훨씬 좋아요", "ㅠㅠ 뷁"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_answers_in_korean_are_scored_as_korean():
-    """Not by words between spaces, as other languages are."""
-    language = load("korean_chatbot")["config"].data.languages.split("-")[-1]
-    assert default_tokenize(language) == default_tokenize("ko") != default_tokenize("answer")
-
-
-@pytest.mark.parametrize("content", [None, b"", b"question,answer\n1,2\n", b"Q,A\n\xea\xb0,1\n"])
-def test_another_file_than_the_chatbot_table_is_an_error(tmp_path, content):
-    table = tmp_path / "table.csv"
-    if content is not None:
-        table.write_bytes(content)
-    command = [sys.executable, "configs/korean_chatbot.py", str(table), str(tmp_path / "out")]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()

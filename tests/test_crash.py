@@ -46,7 +46,6 @@ def test_a_file_system_without_locks_is_told_from_another_process(tmp_path, monk
 
 
 def test_what_a_kill_leaves_of_a_file_is_removed(tmp_path):
-    """A killed writer cannot remove its scratch file; the next process that trains the run does."""
     run = RunFolder(tmp_path)
     (tmp_path / ".config.json-x7.partial").write_text('{"format_ver')
     others = [".mine", ".test.de-x7.partial"]  # the latter of a translator that is still writing

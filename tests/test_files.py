@@ -41,7 +41,6 @@ def test_an_empty_folder_is_filled_not_replaced(tmp_path, monkeypatch, name):
 
 
 def test_an_empty_folder_is_filled_where_the_one_above_belongs_to_others(tmp_path, monkeypatch):
-    """As with a volume mounted in a file system that cannot be written."""
     made = tempfile.mkdtemp
 
     def mkdtemp(suffix, prefix, folder):
@@ -94,7 +93,6 @@ def test_only_what_a_cache_abandoned_is_removed_whatever_its_name(
 
 
 def test_a_folder_whose_files_still_grow_is_not_abandoned(tmp_path):
-    """Writing for more than a day changes its files, but not the folder."""
     growing = tmp_path / ".other-abc.partial"
     growing.mkdir()
     (growing / "source.bin").touch()

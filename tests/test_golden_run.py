@@ -48,16 +48,14 @@ def test_the_golden_run_is_of_a_format_that_is_still_read(caplog):
 
 
 def test_the_golden_run_translates_to_the_recorded_text(translator):
+    """And gives references the recorded scores."""
     found = translator.hypotheses([each["source"] for each in RECORDS])
     assert [best.text for best, *_ in found] == [each["translation"] for each in RECORDS]
     log_probs = [each["log_prob"] for each in RECORDS]
     assert [best.log_prob for best, *_ in found] == pytest.approx(log_probs, abs=1e-4)
-
-
-def test_the_golden_run_gives_references_the_recorded_scores(translator):
-    found = translator.score([(each["source"], each["reference"]) for each in RECORDS])
+    scored = translator.score([(each["source"], each["reference"]) for each in RECORDS])
     log_probs = [each["log_prob_of_reference"] for each in RECORDS]
-    assert [each.log_prob for each in found] == pytest.approx(log_probs, abs=1e-4)
+    assert [each.log_prob for each in scored] == pytest.approx(log_probs, abs=1e-4)
 
 
 def test_training_does_not_continue_the_golden_run_but_begins_with_its_parameters(tmp_path):

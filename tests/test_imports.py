@@ -96,7 +96,6 @@ def test_a_module_imports_only_from_the_floors_below():
 
 
 def test_every_part_of_the_package_has_its_floor():
-    """A new folder or file needs a decision: what may it import, and which may import it?"""
     parts = {part_of(name_of(path)) for path in MODULES}
     assert parts - {"__init__"} <= set().union(*FLOORS)
 
@@ -114,29 +113,16 @@ def test_contributing_shows_the_floors():
         ("data.batches", "import flaxformer_min.training.loss", "training.loss"),
         ("training.loop", "from flaxformer_min import decoding", "decoding"),
         ("training.loop", "def f():\n    from ..experiment import run", "experiment"),
-        ("decoding.search", "from ..training.loss import loss", "training.loss"),
         ("plots.figures", "from ..tokens import PAD", "tokens"),
-        ("evaluation", "from flaxformer_min.model.masks import padding_mask", "model.masks"),
         ("data.batches", "from flaxformer_min import Config", "Config"),
         ("data.batches", "from .. import translate", "translate"),
-        ("model.masks", "from flaxformer_min import cli", "cli"),
-        ("model.masks", "from flaxformer_min.storage.checkpoint import restore",
-         "storage.checkpoint"),
-        ("system.files", "from flaxformer_min.config import Config", "config"),
-        ("storage.run_folder", "from flaxformer_min.decoding.search import search",
-         "decoding.search"),
-        ("storage.run_folder", "import flaxformer_min.cli", "cli"),
-        ("experiment.run", "from flaxformer_min.cli import main", "cli"),
     ],
-)  # fmt: skip
+)
 def test_an_upward_import_is_found(name, source, found):
-    """In every form: absolute, relative, from the package or inside a function."""
     assert list(forbidden_imports(source, f"flaxformer_min.{name}")) == [f"flaxformer_min.{found}"]
 
 
-@pytest.mark.parametrize(
-    "source", ["import numpy", "import optax as o", "from tensorflow import nn", "import train"]
-)
+@pytest.mark.parametrize("source", ["import numpy", "from tensorflow import nn", "import train"])
 def test_an_import_that_the_model_does_not_need_is_found(source):
     """The model needs jax and flax alone, and can be copied out of the package."""
     assert len(list(forbidden_imports(source, "flaxformer_min.model.masks"))) == 1
@@ -164,7 +150,6 @@ def too_long_functions(source):
 
 
 def test_no_function_is_longer_than_forty_lines():
-    """A longer one has more than one idea; its documentation may be as long as it needs."""
     found = {path: list(too_long_functions(path.read_text())) for path in MODULES}
     assert not {path: functions for path, functions in found.items() if functions}
 
@@ -180,7 +165,6 @@ def test_a_function_of_forty_one_lines_is_found():
 
 
 def test_no_file_is_longer_than_four_hundred_lines():
-    """And the script beside the package is only an entry point."""
     lengths = {path: len(path.read_text().splitlines()) for path in MODULES if path not in TABLES}
     assert not {path: lines for path, lines in lengths.items() if lines > FILE_LINES}
     assert len((PACKAGE.parent / "train.py").read_text().splitlines()) <= SCRIPT_LINES

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from flaxformer_min import cli
-from flaxformer_min.cli.inspect import printable
 from flaxformer_min.data.corpora.pairs import as_pairs
 from flaxformer_min.data.inspection import find_usual, inspect_pairs
 
@@ -153,7 +152,3 @@ def test_a_clean_copy_lacks_the_named_kinds_of_the_training_text_only(call, corp
         assert (clean / name).read_text().splitlines() == lines[:10] + lines[11:]
     for name in ("test.en", "test.ko"):
         assert (clean / name).read_bytes() == (corpus / name).read_bytes()
-
-
-def test_a_long_text_is_printed_in_part():
-    assert printable("a" * 161) == "a" * 157 + "..."

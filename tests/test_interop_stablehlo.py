@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import traverse_util
-from make_golden_run import EXPECTED, GOLDEN
 from tiny_run import LINES, TAGGED, make_imported_run, make_tiny_run
 
 from flaxformer_min.config import SearchConfig
@@ -115,7 +114,6 @@ def test_one_artifact_serves_every_platform(tmp_path):
 
 
 def test_a_model_of_fused_attention_is_exported_with_that_of_all_platforms(tmp_path, monkeypatch):
-    """On a machine whose GPU has a kernel of its own, which no other platform knows."""
     run = make_tiny_run(tmp_path / "run", attention="fused", dtype="bfloat16")
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
     model = read_run(run)
@@ -124,12 +122,3 @@ def test_a_model_of_fused_attention_is_exported_with_that_of_all_platforms(tmp_p
     with compiling_for([gpu]):
         ids, _ = jax.eval_shape(make_program(model), flat, jnp.ones((2, 8), jnp.int32))
     assert ids.shape[0] == 2
-
-
-@pytest.mark.slow
-def test_a_trained_model_finds_the_recorded_translations(tmp_path):
-    """Those of the golden run, beam 4, which tests/make_golden_run.py wrote down."""
-    export_alone(GOLDEN, tmp_path / "out")
-    records = json.loads(EXPECTED.read_text())
-    texts, _ = alone(tmp_path / "out", [each["source"] for each in records])
-    assert eval(texts) == [each["translation"] for each in records]

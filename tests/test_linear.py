@@ -7,28 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.errors import ScopeParamShapeError
 
 from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.kernels.linear import linear
-from flaxformer_min.model.linear import Linear
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
-
-
-def begin(module, shape):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    made = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), made)
-    return x, params
-
-
-def test_a_parameter_of_another_shape_is_an_error():
-    module = Linear(4, "float32")
-    x, params = begin(module, (2, 3))
-    with pytest.raises(ScopeParamShapeError, match="kernel"):
-        module.apply({"params": params | {"kernel": jnp.zeros((3, 5))}}, x)
 
 
 def test_the_gradient_of_float32_logits_is_multiplied_in_bfloat16_on_an_nvidia_gpu():

@@ -40,24 +40,3 @@ def test_a_mask_is_a_rule_for_every_query_and_key(one, batched, rule):
     expected = [loops(rule, queries, keys) for queries, keys in zip(QUERIES, KEYS, strict=True)]
     assert_array_equal(batched(jnp.asarray(QUERIES), jnp.asarray(KEYS)), expected)
     assert_array_equal(one(jnp.asarray(QUERIES[1]), jnp.asarray(KEYS[1])), expected[1])
-
-
-def test_padding_attends_to_nothing_and_is_attended_by_nothing():
-    """Section 3.2.3: segment 0 is not a sentence, so padding does not attend to padding."""
-    mask = segment_mask(jnp.array([0, 1, 0]), jnp.array([0, 1, 0]))
-    assert_array_equal(mask, [[0, 0, 0], [0, 1, 0], [0, 0, 0]])
-
-
-def test_look_ahead_and_segments_together_make_a_triangle_a_sentence():
-    """Section 3.2.3 for a packed row: a triangle of each sentence, along the diagonal."""
-    positions, segments = jnp.array([0, 1, 2, 0, 1, 0]), jnp.array([1, 1, 1, 2, 2, 0])
-    mask = look_ahead_mask(positions, positions) & segment_mask(segments, segments)
-    expected = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0],
-    ]
-    assert_array_equal(mask, expected)

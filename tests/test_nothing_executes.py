@@ -109,7 +109,6 @@ slow = pytest.mark.slow
     "kind, opened", [("pickle", "to translate"), ("pickle", "to train"), ("Python", "to translate")]
 )
 def test_nothing_planted_in_any_file_executes(tmp_path, planted, intact, marker, kind, opened):
-    """In one file after the other."""
     params, like = intact
     open_ = {"to translate": open_to_translate, "to train": functools.partial(open_to_train, like)}
     for number, name in enumerate(FILES):

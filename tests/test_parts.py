@@ -60,7 +60,6 @@ def test_a_run_with_parts_of_the_caller_that_is_cut_equals_the_uncut_run(config,
 
 
 def test_a_run_is_not_continued_with_another_optimizer(config, tmp_path):
-    """The checkpoint is not damaged, and stays where it is."""
     run = stopped_after(config, tmp_path / "run", 2, optimizer=LION).run
     refused = "its own optimizer; checkpoint 2 .* has the states ScaleByLionState.*, the given"
     with pytest.raises(ValueError, match=refused):

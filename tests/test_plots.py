@@ -1,6 +1,5 @@
 """Figures are looked at by people; what a program can check of them is checked here."""
 
-import re
 import struct
 import subprocess
 import sys
@@ -57,26 +56,10 @@ def test_every_head_has_its_panel_with_tokens_on_both_axes(weights):
         assert labels(panel.xaxis) == ["␣a", "b", "c", "."]
         assert panel.images[0].get_clim() == (0, pytest.approx(weights.max()))
     assert [panel.get_title() for panel in panels(figure)] == ["head 1", "head 2"]
+    bottom, top = panels(figure)[0].get_ylim()
+    assert bottom > top  # the first target token is the top row
     assert labels(panels(figure)[0].yaxis) == ["x", "y", "</s>"]  # once for all in a line
     assert figure.get_suptitle() == "Cross"
-
-
-@pytest.mark.parametrize("widest, rotation", [("y", 0), ("Bundesgesetzblatt", 90)])
-def test_source_tokens_are_upright_where_each_fits_its_cell(weights, widest, rotation):
-    sources = ["a", "b", "c", widest]
-    for panel in panels(plots.attention_figure(weights, sources, "xyz")):
-        assert {label.get_rotation() for label in panel.get_xticklabels()} == {rotation}
-
-
-def test_the_first_target_token_is_the_top_row(weights):
-    (panel,) = panels(plots.attention_figure(weights[0], "abcd", "xyz"))
-    bottom, top = panel.get_ylim()
-    assert bottom > top
-
-
-def test_the_mean_of_heads_is_one_panel_without_a_number(weights):
-    (panel,) = panels(plots.attention_figure(weights.mean(0), "abcd", "xyz"))
-    assert panel.get_title() == ""
 
 
 @pytest.mark.parametrize("pair", ["한글", "狗猫", "のカ"])
@@ -89,11 +72,6 @@ def test_hangul_and_cjk_are_glyphs_not_boxes(pair):
     assert (one != other).any()
 
 
-def test_umlauts_need_no_font_but_matplotlibs_own(only_latin):
-    one, other = (pixels(plots.attention_figure([[1.0]], [c], ["ß"], "Größe")) for c in "äü")
-    assert (one != other).any()
-
-
 def test_without_a_font_the_figure_says_what_to_install(only_latin):
     with pytest.warns(UserWarning, match=r"2 of the characters \(글 한\).*fonts-noto-cjk"):
         figure = plots.attention_figure([[1.0]], ["▁한글"], ["é"], "한")
@@ -101,17 +79,6 @@ def test_without_a_font_the_figure_says_what_to_install(only_latin):
     assert labels(panel.xaxis) == ["␣□□"]
     assert labels(panel.yaxis) == ["é"]
     pixels(figure)  # and matplotlib has nothing left to warn of
-
-
-def test_a_font_that_was_installed_after_matplotlib_looked_is_found(monkeypatch):
-    from matplotlib.font_manager import fontManager
-
-    if not has_font_for("한"):
-        pytest.skip("no installed font has 한; apt install fonts-noto-cjk")
-    first_day = [font for font in fontManager.ttflist if font.name == fonts.BASE_FONT]
-    monkeypatch.setattr(fontManager, "ttflist", first_day)
-    _, families = fonts.with_fonts(["한"])
-    assert len(families) == 2
 
 
 def test_tokens_are_text_whatever_they_are_made_of():
@@ -124,28 +91,16 @@ def test_tokens_are_text_whatever_they_are_made_of():
     pixels(figure)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 3), (3, 3), (4,), (1, 2, 3, 4)])
+@pytest.mark.parametrize("shape", [(2, 4, 3), (4,), (1, 2, 3, 4)])
 def test_weights_must_fit_the_tokens(shape):
     with pytest.raises(ValueError, match=r"\[heads target source\].*for 3 and 4 tokens"):
         plots.attention_figure(np.zeros(shape), "abcd", "xyz")
 
 
-def test_there_must_be_a_token_to_look():
-    with pytest.raises(ValueError, match="for 0 and 1 tokens"):
-        plots.attention_figure(np.zeros((2, 0, 1)), "a", "")
-
-
-@pytest.mark.parametrize("shape", [(1, 448, 447), (4, 300, 300)])
-def test_more_weights_than_a_picture_shows_are_refused_with_what_shows_them(shape):
-    tokens = ["a"] * shape[2], ["b"] * shape[1]
-    with pytest.raises(ValueError) as error:
-        plots.attention_figure(np.zeros(shape), *tokens)
-    assert re.fullmatch(
-        rf"a figure shows at most 200,000 weights; got {shape[0]} heads of {shape[1]} target "
-        rf"by {shape[2]} source tokens\. Draw one head \(--head N\), a page \(--output "
-        r"x\.html\), or a shorter sentence\.",
-        str(error.value),
-    )
+def test_more_weights_than_a_picture_shows_are_refused_with_what_shows_them():
+    error = r"at most 200,000 weights; got 4 heads of 300 target by 300 source tokens\. Draw one"
+    with pytest.raises(ValueError, match=error):
+        plots.attention_figure(np.zeros((4, 300, 300)), ["a"] * 300, ["b"] * 300)
 
 
 @pytest.mark.parametrize("tokens, expected", [(30, None), (400, 6_000)])
@@ -173,12 +128,6 @@ def test_both_layouts_of_the_positions_stand_side_by_side():
     assert left.get_title().startswith("interleaved")
     assert right.get_title().startswith("halves")
     assert left.get_position().x1 < right.get_position().x0
-
-
-@pytest.mark.parametrize("shapes", [((3, 4), (4, 4)), ((4,), (4,)), ((0, 4), (0, 4))])
-def test_positions_of_different_shapes_are_refused(shapes):
-    with pytest.raises(ValueError, match=r"\[positions d_model\] and of equal shape; got"):
-        plots.positions_figure(*map(np.zeros, shapes))
 
 
 def curve(axes, number=0):
@@ -216,14 +165,6 @@ def test_what_was_not_recorded_is_said_in_its_panel():
     pixels(plots.curves_figure([]))
 
 
-def test_no_point_of_a_steady_curve_is_cut_off():
-    speeds = [41_000, 41_010, 41_005]
-    records = [{"step": s, "tokens_per_second": speed} for s, speed in enumerate(speeds)]
-    bottom, top = plots.curves_figure(records).axes[3].get_ylim()
-    assert bottom == 0
-    assert top > 1.02 * max(speeds)
-
-
 @pytest.mark.parametrize(
     "name, magic", [("a.png", b"\x89PNG"), ("a.PDF", b"%PDF"), ("a.svg", b"<?xml")]
 )
@@ -233,40 +174,13 @@ def test_a_suffix_chooses_the_format(tmp_path, name, magic):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_another_suffix_is_answered_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf; got .*a\.jpg"):
-        plots.save(plots.curves_figure([]), tmp_path / "a.jpg")
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no folder .*nowhere"):
-        plots.save(plots.curves_figure([]), tmp_path / "nowhere" / "a.png")
-
-
-def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path):
-    """The old file is replaced, not written over: who has it open, or linked, keeps it."""
-    path, held = tmp_path / "a.png", tmp_path / "held"
-    path.write_text("the old one")
-    held.hardlink_to(path)
-    plots.save(plots.curves_figure([]), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert held.read_text() == "the old one"
-
-
-def test_a_figure_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
-    path = tmp_path / "a.png"
-    path.write_text("the old one")
-    figure = plots.curves_figure([])
-
-    def dies_halfway(file, **settings):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(figure, "savefig", dies_halfway)
-    with pytest.raises(OSError, match="disk full"):
-        plots.save(figure, path)
-    assert path.read_text() == "the old one"
-    assert list(tmp_path.iterdir()) == [path]
+@pytest.mark.parametrize(
+    "name, error",
+    [("a.jpg", r"\.png, \.svg or \.pdf; got .*a\.jpg"), ("nowhere/a.png", "no folder .*nowhere")],
+)
+def test_another_suffix_or_folder_is_refused(tmp_path, name, error):
+    with pytest.raises(ValueError, match=error):
+        plots.save(plots.curves_figure([]), tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +192,7 @@ def test_a_figure_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
     ],
 )
 def test_without_matplotlib_the_extra_to_install_is_named(monkeypatch, draw):
-    find_spec = plots.importlib.util.find_spec
-    missing = {"matplotlib": None}
-    monkeypatch.setattr(
-        plots.importlib.util,
-        "find_spec",
-        lambda name, *rest: missing[name] if name in missing else find_spec(name, *rest),
-    )
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda *_: None)
     with pytest.raises(ImportError, match=r"pip install 'flaxformer_min\[plots\]'"):
         draw()
 

@@ -2,13 +2,15 @@
 
 import inspect
 import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from numpy.testing import assert_allclose, assert_array_equal
+from letters import Letters
+from numpy.testing import assert_allclose
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding.translator import Translator
@@ -42,47 +44,20 @@ def test_sines_and_cosines_are_those_of_a_pocket_calculator():
     assert_allclose(encoding(jnp.array([1]), 4, "halves"), halves, rtol=1e-5)
 
 
-def test_both_layouts_hold_the_same_numbers():
-    """Section 3.5: halves are the interleaved columns 0, 2, 4, ... and then 1, 3, 5, ..."""
-    positions = jnp.arange(9)
-    interleaved = np.asarray(encoding(positions, 10))
-    halves = np.concatenate([interleaved[:, ::2], interleaved[:, 1::2]], axis=1)
-    assert_array_equal(encoding(positions, 10, "halves"), halves)
-
-
-def test_a_shift_is_a_rotation_that_is_the_same_everywhere():
-    """Section 3.5: PE(pos + k) is a linear function of PE(pos); here for k = 3."""
-    here, there = (np.asarray(encoding(jnp.arange(20) + k, 8)) for k in (0, 3))
-    angle = 3 / 10000 ** (np.arange(4) * 2 / 8)
-    sine = here[:, ::2] * np.cos(angle)[None] + here[:, 1::2] * np.sin(angle)[None]
-    cosine = here[:, 1::2] * np.cos(angle)[None] - here[:, ::2] * np.sin(angle)[None]
-    assert_allclose(there[:, ::2], sine, rtol=1e-5, atol=1e-5)
-    assert_allclose(there[:, 1::2], cosine, rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_that_saw_50_positions_reads_position_5000():
+def test_a_model_reads_positions_that_it_never_saw():
     """Section 3.5, "may allow the model to extrapolate": no parameter depends on a length.
 
     An angle of 5,000 has an error of about 5,000 · 2⁻²³ in float32, hence the tolerance.
     """
     model = Transformer(ModelConfig(vocab_size=7, num_layers=1, d_model=8, d_ff=8, num_heads=2))
-    short = one_sentence_per_row(jnp.ones((1, 50), jnp.int32))
-    params = reference.random_params(model, Batch(short, short))
-    far = one_sentence_per_row(jnp.array([[4, 5, 6]]))
-    far = far._replace(positions=far.positions + 5_000)
+    near = one_sentence_per_row(jnp.array([[4, 5, 6]]))
+    far = near._replace(positions=near.positions + 5_000)
+    params = reference.random_params(model, Batch(near, near))
     embedding = jax.tree.map(np.asarray, params["params"]["embedding"])
     expected = reference.embed(far.ids[0], far.positions[0], embedding, model.config)
-
-    @jax.jit
-    def read(source):
-        embedded = model.apply(params, source, method=lambda model, ids: model.embed_source(ids))
-        near = one_sentence_per_row(far.ids)
-        return embedded, model.apply(params, Batch(source, near))
-
-    embedded, scores = read(far)
-    assert_allclose(embedded[0], expected, atol=2e-3)
-    assert np.isfinite(scores).all()
-    assert (np.asarray(scores) != read(one_sentence_per_row(far.ids))[1]).all()
+    assert_allclose(model.apply(params, far, method=embed)[0], expected, atol=2e-3)
+    apply = jax.jit(model.apply)
+    assert (apply(params, Batch(far, near)) != apply(params, Batch(near, near))).all()
 
 
 @pytest.mark.parametrize(
@@ -143,24 +118,20 @@ def test_a_learned_vector_is_added_to_the_scaled_embedding(learned):
             assert_allclose(apply(given, tokens, method=embed)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned):
-    """The last learned position is 11."""
+@pytest.mark.parametrize("position", [12, -1])
+def test_a_position_that_was_never_learned_is_an_error_outside_jit(learned, position):
+    """The last learned position is 11. What a jitted function closes over is checked, too."""
     model, params = learned
-    model.apply(params, tokens_at(0, 11), method=embed)
-    with pytest.raises(ValueError) as raised:
-        model.apply(params, tokens_at(0, 12), method=embed)
-    assert str(raised.value) == (
-        "positional_encoding='learned' has vectors for positions 0 to 11; got position 12. "
-        "Shorten the sentence, or train with a larger model.max_positions."
-    )
-    with pytest.raises(ValueError, match="got position -1"):  # not the last one
-        model.apply(params, tokens_at(0, -1), method=embed)
-    nothing = Tokens(*(jnp.zeros((1, 0), jnp.int32),) * 3)
-    assert model.apply(params, nothing, method=embed).shape[1] == 0
+    read = partial(model.apply, method=embed)
+    fits, lacks = tokens_at(0, 11), tokens_at(0, position)
+    assert np.isfinite(read(params, fits)).all()
+    assert np.isfinite(jax.jit(lambda params: read(params, fits))(params)).all()
+    for call in (read, jax.jit(lambda params, _: read(params, lacks))):
+        with pytest.raises(ValueError, match=f"positions 0 to 11; got position {position}. Short"):
+            call(params, lacks)
 
 
 def test_a_position_that_was_never_learned_is_nan_inside_jit(learned):
-    """An index beyond the table would otherwise take its last row, without a word."""
     model, params = learned
     embedded = jax.jit(model.apply, static_argnames="method")(
         params, tokens_at(11, 12, 0, 5_000, 1), method=embed
@@ -178,22 +149,7 @@ def test_padding_may_lie_beyond_the_learned_positions(learned):
     assert_allclose(logits[0][:, :2], logits[1][:, :2], rtol=1e-5, atol=1e-6)
 
 
-def test_the_error_needs_no_argument_of_jit_to_be_concrete(learned):
-    """A batch that a jitted function closes over is checked like one outside."""
-    model, params = learned
-    for last, finite in [(11, True), (12, False)]:
-        tokens = tokens_at(0, last)
-        read = jax.jit(lambda params, tokens=tokens: model.apply(params, tokens, method=embed))
-        if finite:
-            assert np.isfinite(read(params)).all()
-        else:
-            with pytest.raises(ValueError, match="got position 12"):
-                read(params)
-
-
 def test_a_function_of_positions_replaces_the_encoding_on_both_sides():
-    """Here: a tenth of the position, in every column."""
-
     def ramp(positions, d_model):
         return jnp.broadcast_to(positions[:, None] / 10.0, (positions.size, d_model))
 
@@ -205,19 +161,6 @@ def test_a_function_of_positions_replaces_the_encoding_on_both_sides():
     expected = expected + np.array([[0.0], [0.4], [4.0]])
     for method in (embed, lambda module, tokens: module.embed_target(tokens)):
         assert_allclose(model.apply(params, tokens, method=method)[0], expected, rtol=1e-5)
-
-
-class Letters:
-    """A tokenizer of one piece per letter."""
-
-    def encode_batch(self, texts):
-        return [[*(ord(letter) - 61 for letter in text), EOS] for text in texts]
-
-    def decode(self, ids):
-        return "".join(chr(i + 61) for i in ids if i > EOS)
-
-    def pieces(self, ids):
-        return [chr(i + 61) for i in ids]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +183,6 @@ def test_a_translation_ends_by_the_last_learned_position(translator):
 
 
 def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(translator, caplog):
-    """To eleven letters and EOS; the rest has no effect."""
     with caplog.at_level(logging.WARNING, "flaxformer_min"):
         found = translator.hypotheses(["ABCDEFGHIJKLMNO", "ABCDEFGHIJK"])
     assert caplog.messages == ["line 1 has 16 tokens; only its first 11 are read."]
@@ -252,13 +194,9 @@ def test_a_source_of_more_positions_than_were_learned_is_cut_with_a_warning(tran
     assert cut == whole and np.isfinite(cut.log_probs).all()
 
 
-def test_a_prefix_of_more_positions_than_were_learned_is_refused(translator):
-    """It must leave a position for EOS."""
-    with pytest.raises(ValueError, match="prefix 1 has 12 tokens, the limit is 11. Shorten it"):
-        translator.hypotheses(["AB"], ["C" * 12])
-
-
 @pytest.mark.slow
-def test_a_prefix_may_leave_the_last_learned_position_to_eos(translator):
+def test_a_prefix_leaves_the_last_learned_position_to_eos(translator):
     found = translator.hypotheses(["AB"], ["C" * 11], beam_size=1)[0][0]
     assert found.text == "C" * 11 and np.isfinite(found.log_prob)
+    with pytest.raises(ValueError, match="prefix 1 has 12 tokens, the limit is 11. Shorten it"):
+        translator.hypotheses(["AB"], ["C" * 12])

@@ -7,11 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tiny_run import make_tiny_run
 from training_jobs import shared_programs, write_config
 
 from flaxformer_min import cli
-from flaxformer_min.config import DataConfig
 from flaxformer_min.storage.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own_data.md").read_text(encoding="utf-8")
@@ -53,7 +51,6 @@ def run_section(title):
 
 
 def test_a_model_is_trained_in_both_directions_and_then_in_one(folder):
-    """The second run begins with the first one's parameters and vocabulary."""
     run_section("8. Pre-train in both directions")
     english, german = ((folder / f"my/folder/train.{each}").read_text() for each in ("en", "de"))
     assert (folder / "my/both/train.source").read_text() == english + german
@@ -61,16 +58,3 @@ def test_a_model_is_trained_in_both_directions_and_then_in_one(folder):
     both, one = (RunFolder(f"runs/{name}") for name in ("both", "one"))
     assert both.tokenizers()[0].fingerprint == one.tokenizers()[0].fingerprint
     assert one.config().data.languages == "en-de" and one.newest_step() == 2
-
-
-@pytest.mark.slow
-def test_a_student_is_distilled(folder):
-    lines = (folder / "my/folder/train.en").read_text().splitlines()
-    data = DataConfig(languages="en-de", normalization="identity")
-    sizes = {"vocab_size": 286, "num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2}
-    make_tiny_run(folder / "runs" / "mine", lines=lines, data=data, **sizes)
-    run_section("7. Distill")
-    student = RunFolder("runs/student")
-    assert student.newest_step() == 2
-    translated = (folder / "runs/student/distilled/text/train.en").read_text().splitlines()
-    assert len(translated) > 100

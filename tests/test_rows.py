@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flaxformer_min.data.batches import TrainingBatches, shard_batch, single_pass
-from flaxformer_min.data.encoding import Counts, EncodedPairs, encode_pairs
+from flaxformer_min.data.encoding import EncodedPairs, encode_pairs
 from flaxformer_min.data.imported_tokenizer import ImportedTokenizer
 from flaxformer_min.data.packing import pack
 from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
@@ -194,11 +194,6 @@ def test_a_packing_is_computed_once_for_each_row_length_and_cached(tmp_path, mon
         dataclasses.replace(again, drawn=(0.5, (1, 0))).packing(ROWS)
 
 
-def test_packing_finds_a_perfect_fit_where_there_is_one():
-    lengths = np.array([16] * 4 + [9, 7] * 6 + [4] * 8)
-    assert len(pack(lengths, lengths, (16, 16)).plan().starts) - 1 == 4 + 6 + 2
-
-
 def test_rows_hold_nearly_only_tokens():
     """Lengths like those of captions; a row fits several of them."""
     rng = np.random.default_rng(0)
@@ -229,7 +224,6 @@ def test_an_iterator_continues_exactly_at_the_position_of_another(encoded, posit
 
 
 def test_processes_share_the_rows_of_each_batch(encoded):
-    """Two processes have as many batches as one, and their rows together are its rows."""
     whole = TrainingBatches(encoded[0], ROWS, 8, seed=5).epoch(1)
     halves = [
         TrainingBatches(encoded[0], ROWS, 8, seed=5, process=i, processes=2).epoch(1)
@@ -280,43 +274,27 @@ def test_the_cache_knows_tokenizers_with_and_without_the_last_pieces_apart(tmp_p
 
 
 def test_the_last_batch_of_a_pass_is_filled_up_with_empty_rows(encoded):
-    full_rows = (
-        len(
-            pack(*(side.lengths for side in (encoded[0].source, encoded[0].target)), ROWS)
-            .plan()
-            .starts
-        )
-        - 1
-    )
+    """Padding is the share of positions without a token, also in these."""
+    sides = (encoded[0].source, encoded[0].target)
+    full_rows = len(pack(*(side.lengths for side in sides), ROWS).plan().starts) - 1
     batches = single_pass(encoded[0], ROWS, full_rows - 1)
     assert len(batches) == 2
     assert batches[1].source.ids.shape == (full_rows - 1, 16)
     assert (batches[1].source.segments[0] == 0).sum() < 16
     assert (batches[1].source.segments[1:] == 0).all()
-    assert 0 < batches.padding() < 1
-
-
-def test_padding_is_the_share_of_positions_without_a_token(encoded):
-    batches = single_pass(encoded[0], ROWS, 8)
-    sides = [side.ids for number in range(len(batches)) for side in batches[number]]
-    positions, empty = sum(ids.size for ids in sides), sum((ids == 0).sum() for ids in sides)
+    ids = [side.ids for batch in (batches[0], batches[1]) for side in batch]
+    empty, positions = sum((each == 0).sum() for each in ids), sum(each.size for each in ids)
     assert batches.padding() == pytest.approx(empty / positions)
 
 
 def test_the_end_of_a_sentence_is_no_piece_of_its_words(tmp_path):
+    """And a text without spaces has pieces per character; here one piece is one letter."""
     encoded = encode([("ab cd", "efg"), ("", "h")], tmp_path)
     assert str(encoded.counts).endswith("pieces per word: 2.50 source, 3.00 target")
-
-
-def test_text_without_spaces_has_pieces_per_character():
-    """Twelve pieces and two ends of four words on one side, of ten characters on the other."""
-    counts = Counts(2, 0, 0, 4, 2, 14, 14, 0, 10)
-    assert str(counts).endswith("pieces per word: 3.00 source; pieces per character: 1.20 target")
-
-
-def test_characters_of_scripts_without_spaces_are_counted(tmp_path):
-    counts = encode([("ab cd", "今日は。"), ("한국어 x", "สวัสดี")], tmp_path).counts
+    encoded = encode([("ab cd", "今日は。"), ("한국어 x", "สวัสดี")], tmp_path, "Asian text")
+    counts = encoded.counts
     assert (counts.source_characters, counts.target_characters) == (0, 10)
+    assert str(counts).endswith("2.50 source; pieces per character: 1.00 target")
 
 
 @pytest.mark.parametrize(
@@ -342,27 +320,14 @@ def test_even_rows_have_the_proportion_of_the_text_and_are_never_shorter(
     assert single_pass(encoded, row_lengths, 1).even_row_lengths() == expected
 
 
-def test_even_rows_have_less_padding(tmp_path):
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, 8, 200)
-    pairs = [("a" * (2 * n - 1), "b" * (3 * n - 1)) for n in lengths]
-    encoded = encode_pairs(pairs, (Letters(), Letters()), (64, 64), tmp_path, "some text")
-    before = single_pass(encoded, (64, 64), 1)
-    assert before.padding() > 0.15
-    assert single_pass(encoded, before.even_row_lengths(), 1).padding() < 0.05
-
-
 def test_rows_are_split_over_devices_in_order(encoded):
+    """They must divide among devices and processes, or some would be in none."""
     batch = single_pass(encoded[0], ROWS, 8)[0]
     split = shard_batch(batch, devices=2, accumulation=2)
     assert split.target.ids.shape == (2, 2, 2, 12)
     assert np.array_equal(split.target.ids.reshape(8, 12), batch.target.ids)
     with pytest.raises(ValueError, match="8 rows, 3 devices, 1 batches"):
         shard_batch(batch, devices=3)
-
-
-def test_rows_that_do_not_divide_among_processes_are_an_error(encoded):
-    """Or some would be in none."""
     with pytest.raises(ValueError, match="8 rows and 3 processes"):
         TrainingBatches(encoded[0], ROWS, 8, seed=0, processes=3)
     with pytest.raises(ValueError, match="3 rows and 2 processes"):

@@ -14,7 +14,7 @@ import slow_search
 
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.choices import choose_greedy, nucleus, sample_token, top_k_tokens
-from flaxformer_min.decoding.search import Finished, merge_finished, search
+from flaxformer_min.decoding.search import search
 from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -183,14 +183,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("alpha", [slow(0.0), 0.6, slow(1.0)])
-def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sentences(alpha):
+def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sentences():
     """Four words at five positions: 341 sentences, tried one by one; the best ten, in order."""
     table = random_table(vocab=8)
-    settings = {"beam_size": 256, "n_best": 10, "length_penalty": alpha, "steps": 5, "batch": 2}
+    settings = {"beam_size": 256, "n_best": 10, "length_penalty": 0.6, "steps": 5, "batch": 2}
     found = find(table, [5, 11], [5, 5], **settings)
     for row, seed in enumerate([5, 11]):
-        everything = slow_search.every_sentence(slow_model(table, seed), 5, alpha)
+        everything = slow_search.every_sentence(slow_model(table, seed), 5, alpha=0.6)
         assert len(everything) == 341
         assert_same(found, row, everything[:10])
 
@@ -199,14 +198,7 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sentences(alpha):
     "alpha, beam_size, n_best, min_length, vocab",
     [
         (0.0, 2, 2, 0, 9),
-        slow(0.6, 2, 2, 0, 9),
-        slow(1.0, 2, 2, 0, 9),
-        slow(0.6, 2, 2, 2, 9),
-        slow(0.0, 3, 1, 2, 9),
         (0.6, 3, 1, 2, 9),
-        slow(1.0, 3, 1, 2, 9),
-        slow(0.0, 5, 4, 2, 139),
-        slow(0.6, 5, 4, 2, 139),
         slow(1.0, 5, 4, 2, 139),
     ],
 )
@@ -221,127 +213,71 @@ def test_a_narrow_beam_is_the_one_in_plain_python(alpha, beam_size, n_best, min_
         assert_same(found, row, expected)
 
 
-@pytest.mark.parametrize("beam_size, n_best", [(1, 1), (3, 2)])
-def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability(beam_size, n_best):
+def test_suppressed_tokens_are_passed_over_and_the_others_keep_their_probability():
     """As in plain Python. Without suppression each of the two tokens does come out."""
-    table, seeds, max_length = random_table(spread=3.0), range(8), [12] * 8
-    settings = {"beam_size": beam_size, "n_best": n_best}
-    free = find(table, seeds, max_length, **settings)
-    assert {5, 7} <= set(free.ids.ravel().tolist())
-    found = find(table, seeds, max_length, suppressed=(5, 7), **settings)
+    table, seeds, suppressed = random_table(spread=3.0), range(8), (5, 7)
+    beam, greedy = ({"beam_size": size, "n_best": n} for size, n in ((3, 2), (1, 1)))
+    for settings in (beam, greedy):
+        assert set(suppressed) <= set(find(table, seeds, [12] * 8, **settings).ids.ravel().tolist())
+    found, one = (
+        find(table, seeds, [12] * 8, suppressed=suppressed, **each) for each in (beam, greedy)
+    )
     for row, seed in enumerate(seeds):
-        if beam_size == 1:
-            ids = slow_search.greedy(slow_model(table, seed), max_length=12, suppressed=(5, 7))
-            assert listed(found, row)[0] == [ids]
-            log_prob = slow_search.forced(slow_model(table, seed), ids)
-            np.testing.assert_allclose(found.log_prob[row], log_prob, atol=1e-5)
-            continue
-        expected = slow_search.beam(
-            slow_model(table, seed), max_length=12, alpha=0.6, suppressed=(5, 7), **settings
-        )
-        assert_same(found, row, expected)
+        model, limits = slow_model(table, seed), {"max_length": 12, "suppressed": suppressed}
+        assert_same(found, row, slow_search.beam(model, alpha=0.6, **limits, **beam))
+        ids = slow_search.greedy(model, **limits)
+        assert listed(one, row)[0] == [ids]
+        np.testing.assert_allclose(one.log_prob[row], slow_search.forced(model, ids), atol=1e-5)
 
 
-@pytest.mark.parametrize("beam_size, n_best, alpha", [(3, 2, 3.0), slow(4, 4, 0.0)])
-def test_early_stopping_ends_what_is_worse_once_as_many_as_the_beam_have_ended(
-    beam_size, n_best, alpha
-):
-    """As in plain Python. In some sentence the exact search goes on, and finds better; without a
-    length penalty the score so far is the bound."""
+def test_early_stopping_ends_what_is_worse_once_as_many_as_the_beam_have_ended():
+    """As in plain Python. In some sentence the exact search goes on, and finds better."""
     table, seeds, max_length = random_table(spread=1.5), range(8), [12, 7, 9, 12, 3, 12, 10, 11]
-    settings = {"beam_size": beam_size, "n_best": n_best}
-    early = find(table, seeds, max_length, early_stopping=True, length_penalty=alpha, **settings)
-    exact = find(table, seeds, max_length, length_penalty=alpha, **settings)
+    settings = {"beam_size": 3, "n_best": 2}
+    early, exact = (
+        find(table, seeds, max_length, early_stopping=stops, length_penalty=3.0, **settings)
+        for stops in (True, False)
+    )
     for row, seed in enumerate(seeds):
-        expected = slow_search.beam(
-            slow_model(table, seed),
-            max_length=max_length[row],
-            alpha=alpha,
-            enough=beam_size,
-            **settings,
-        )
+        limits = {"max_length": max_length[row], "enough": 3}
+        expected = slow_search.beam(slow_model(table, seed), alpha=3.0, **limits, **settings)
         assert_same(early, row, expected)
-    if alpha:
-        assert (exact.score > early.score).any()
-    else:
-        np.testing.assert_array_equal(exact.ids, early.ids)
+    assert (exact.score > early.score).any()
 
 
-def test_early_stopping_goes_on_with_what_is_better_so_far():
-    """Two have ended after two words, with ln 0.06 / (6 / 6)^0.6 = -2.8 and ln (0.04 * 0.9) / (7 /
-    6)^0.6 = -3.0; the third has ln (0.9 * 0.98) = -0.1, and ends with 0.95 after that."""
-    table = table_of(0, 0, 0, 1)
-    start = next_state(0, BOS)
-    likely, unlikely = next_state(start, 4), next_state(start, 5)
-    table[start] = table_of(0, 0, 0, 0.06, 0.9, 0.04)[0]
-    table[likely] = table_of(0, 0, 0, 0.01, 0.98, 0.01)[0]
-    table[unlikely] = table_of(0, 0, 0, 0.9, 0.05, 0.05)[0]
-    table[next_state(likely, 4)] = table_of(0, 0, 0, 0.95, 0.05)[0]
-    found = find(table, [0], [9], beam_size=2, early_stopping=True)
-    assert listed(found, 0)[0] == [(4, 4, EOS)]
-    np.testing.assert_allclose(found.log_prob[0], [np.log(0.9 * 0.98 * 0.95)], rtol=1e-5)
-
-
-@pytest.mark.parametrize("logit", [-50.0, 50.0])
-def test_logits_count_as_the_log_probabilities_they_stand_for(logit):
+def test_logits_count_as_the_log_probabilities_they_stand_for():
     """A constant added to all logits of a step is no preference."""
     table, settings = random_table(), {"beam_size": 3, "n_best": 3}
-    found, expected = (find(t, [0, 5], [9, 9], **settings) for t in (table + logit, table))
+    found, expected = (find(t, [0, 5], [9, 9], **settings) for t in (table + 50, table))
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.score, expected.score, atol=1e-4)
 
 
-@pytest.mark.parametrize("min_length", [0, 3])
-def test_a_beam_of_one_takes_the_likeliest_token_until_it_is_eos(min_length):
+def test_a_beam_of_one_takes_the_likeliest_token_until_it_is_eos():
     table, seeds = random_table(), list(range(8))
-    found = find(table, seeds, [9] * 8, min_length=min_length)
+    found = find(table, seeds, [9] * 8, min_length=3)
     for row, seed in enumerate(seeds):
-        model = slow_model(table, seed)
-        expected = slow_search.greedy(model, max_length=9, min_length=min_length)
+        expected = slow_search.greedy(slow_model(table, seed), max_length=9, min_length=3)
         assert listed(found, row)[0] == [expected]
 
 
-@pytest.mark.parametrize("min_length", [0, slow(3)])
 @pytest.mark.parametrize(
     "sampling", [Sampling(top_k=1), slow(Sampling(temperature=1e-4)), slow(Sampling(top_p=1e-6))]
 )
-def test_sampling_from_the_likeliest_alone_is_greedy(sampling, min_length):
-    """As is sampling at hardly any temperature."""
-    table, seeds, settings = random_table(), list(range(8)), {"min_length": min_length}
-    found = find(table, seeds, [9] * 8, **settings)
-    sampled = find(table, seeds, [9] * 8, sampling=sampling, key=keys(0), **settings)
+def test_sampling_from_the_likeliest_alone_is_greedy(sampling):
+    table, seeds = random_table(), list(range(8))
+    found = find(table, seeds, [9] * 8, min_length=3)
+    sampled = find(table, seeds, [9] * 8, min_length=3, sampling=sampling, key=keys(0))
     np.testing.assert_array_equal(sampled.ids, found.ids)
     np.testing.assert_allclose(sampled.score, found.score, atol=1e-5)
-
-
-def test_a_beam_of_one_stops_at_its_first_eos():
-    """Even if continuing would end better: ln 0.55 = -0.60 now, or nine tokens with EOS of
-    ln 0.45 / (14 / 6)^0.6 = -0.48."""
-    table = table_of(0, 0, 0, 1)
-    table[next_state(0, BOS)] = table_of(0, 0, 0, 0.55, 0.45)[0]
-    found = find(table, [0], [9])
-    assert listed(found, 0)[0] == [(EOS,)]
-
-
-def test_an_unlikely_eos_ends_nothing():
-    """A beam of two drops the third likeliest continuation, even if that is EOS: kept, the empty
-    sentence (0.01) would beat every other (at most 0.5 * 0.01)."""
-    table = table_of(0, 0, 0, 0.01, 0.5, 0.49)
-    found = find(table, [0], [9], beam_size=2, n_best=2, length_penalty=0.0)
-    assert listed(found, 0)[0][0] == (4,) * 8 + (EOS,)
-
-
-top_k = jax.jit(top_k_tokens, static_argnums=2)
 
 
 @pytest.mark.parametrize(
     "beam, vocab, platform",
     [
-        *[slow(1, vocab, "cpu") for vocab in (5, 39, 41, 64, 65, 80, 197)],
-        *[slow(4, vocab, "cpu") for vocab in (39, 41, 65)],
-        *[(4, vocab, "cpu") for vocab in (5, 64, 80, 197)],
-        *[slow(4, vocab, "tpu") for vocab in (5, 128, 256)],
+        *[(4, vocab, "cpu") for vocab in (5, 41, 64, 80, 197)],
         (4, 300, "tpu"),
+        *[slow(1, 197, "cpu"), slow(4, 5, "tpu"), slow(4, 128, "tpu")],
     ],
 )
 def test_the_top_k_tokens_are_those_of_a_full_top_k(vocab, beam, platform):
@@ -364,7 +300,7 @@ def test_the_top_k_tokens_are_those_of_a_full_top_k(vocab, beam, platform):
 def test_where_there_are_fewer_words_than_asked_for_the_rest_is_impossible():
     """One hypothesis and two words besides the four special tokens."""
     logits = jnp.log(jnp.array([[0.25, 0.25, 0.125, 0.125, 0.0625, 0.1875]]))
-    best, parent, token = top_k(jnp.zeros(1), logits, 70)
+    best, parent, token = jax.jit(top_k_tokens, static_argnums=2)(jnp.zeros(1), logits, 70)
     np.testing.assert_allclose(best[:2], np.log([0.1875, 0.0625]), rtol=1e-6)
     assert (best[2:] == -jnp.inf).all() and parent.tolist() == [0] * 70
     assert token.tolist() == [5, 4] + [PAD] * 68
@@ -395,20 +331,18 @@ def test_the_search_stops_when_nothing_alive_can_be_better(n_best, alpha, early,
 WIDE = {"beam_size": 8, "n_best": 8}
 
 
-@pytest.mark.parametrize("sampling", [None, slow(Sampling(top_k=3, top_p=0.7))])
-def test_a_sentence_depends_on_nothing_but_itself(sampling):
-    """Neither on the sentences beside it, nor on how many steps there might be."""
+def test_a_sentence_depends_on_nothing_but_itself():
     table, seeds, max_length = random_table(), [3, 4, 5, 6], [6, 9, 4, 8]
-    key = None if sampling is None else keys(1)
-    settings = {"sampling": sampling, **WIDE}
-    together = find(table, seeds, max_length, key=key, **settings)
-    for row in range(4):
-        one = slice(row, row + 1)
-        own = None if sampling is None else key[one]
-        alone = find(table, seeds[one], max_length[one], steps=20, key=own, batch=1, **settings)
-        np.testing.assert_array_equal(alone.ids[0, :, :STEPS], together.ids[row])
-        np.testing.assert_array_equal(alone.ids[0, :, STEPS:], PAD)
-        np.testing.assert_array_equal(alone.score[0], together.score[row])
+    sampling = Sampling(top_k=3, top_p=0.7)
+    for settings, key in ((WIDE, None), ({"sampling": sampling, **WIDE}, keys(1))):
+        together = find(table, seeds, max_length, key=key, **settings)
+        for row in range(4):
+            one = slice(row, row + 1)
+            own = {"key": None if key is None else key[one], "batch": 1, "steps": 20}
+            alone = find(table, seeds[one], max_length[one], **own, **settings)
+            np.testing.assert_array_equal(alone.ids[0, :, :STEPS], together.ids[row])
+            np.testing.assert_array_equal(alone.ids[0, :, STEPS:], PAD)
+            np.testing.assert_array_equal(alone.score[0], together.score[row])
 
 
 LONG = {"beam_size": 3, "n_best": 3, "min_length": 5, "length_penalty": 1.0}
@@ -460,15 +394,12 @@ def test_where_nothing_else_fits_the_end_is_forced(length, max_length):
     assert (found.score[0, 1:] == -np.inf).all()
 
 
-@pytest.mark.parametrize("halvings, capacity", [slow(0, 8), slow(1, 8), (2, 6)])
-def test_a_sentence_whose_cache_fills_up_is_reported_and_the_others_lose_nothing(
-    halvings, capacity
-):
+def test_a_sentence_whose_cache_fills_up_is_reported_and_the_others_lose_nothing():
     """A beam of two fills two entries a step; what is left of a batch has twice as many."""
     table, seeds = random_table(spread=3.0), list(range(8))
     max_length, settings = [3, 12, 1, 12, 2, 12, 4, 12], {"beam_size": 2, "n_best": 2}
     whole = find(table, seeds, max_length, **settings)
-    found = find(table, seeds, max_length, capacity=capacity, halvings=halvings, **settings)
+    found = find(table, seeds, max_length, capacity=6, halvings=2, **settings)
     assert found.is_outgrown.any() and not found.is_outgrown.all()
     for row in np.flatnonzero(~found.is_outgrown):
         np.testing.assert_array_equal(found.ids[row], whole.ids[row])
@@ -487,7 +418,6 @@ def test_a_batch_is_halved_when_half_of_its_sentences_are_done():
 
 
 SAMPLINGS = [None, Sampling(top_k=3, top_p=0.7)]
-SAMPLINGS += [slow(sampling) for sampling in (Sampling(), Sampling(top_k=3), Sampling(top_p=0.7))]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -505,7 +435,6 @@ def test_special_tokens_never_come_out(sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("nothing", [-jnp.inf, jnp.nan])
 def test_a_model_that_offers_nothing_finds_nothing(sampling, nothing):
-    """-inf or NaN for every token: no hypothesis, and the sentence beside it is not disturbed."""
     table = random_table()
     table[next_state(0, BOS)] = nothing
     key = None if sampling is None else keys(4)
@@ -549,11 +478,8 @@ PROBABILITIES = [0.0, 0.05, 0.2, 0.1, 0.4, 0.25]
         (Sampling(), [0, 0.05, 0.2, 0.1, 0.4, 0.25]),
         (Sampling(temperature=0.5), [0, 0.0025, 0.04, 0.01, 0.16, 0.0625]),
         (Sampling(top_k=3), [0, 0, 0.2, 0, 0.4, 0.25]),
-        slow(Sampling(top_p=0.6), [0, 0, 0, 0, 0.4, 0.25]),
         (Sampling(top_p=0.66), [0, 0, 0.2, 0, 0.4, 0.25]),
-        slow(Sampling(top_p=0.3), [0, 0, 0, 0, 1, 0]),
         (Sampling(top_k=3, top_p=0.5), [0, 0, 0, 0, 0.4, 0.25]),
-        slow(Sampling(top_k=50), [0, 0.05, 0.2, 0.1, 0.4, 0.25]),
         slow(Sampling(temperature=0.5, top_p=0.6), [0, 0, 0, 0, 0.16, 0.0625]),
     ],
 )
@@ -576,7 +502,6 @@ any_nucleus = jax.jit(inspect.unwrap(nucleus))
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
 def test_the_nucleus_is_the_shortest_sorted_list_that_has_enough(top_p):
-    """Sorted and added up in numpy, for vocabularies of any size and sharpness."""
     for size, spread in [(1, 1.0), (7, 3.0), (100, 0.3), (1000, 4.0)]:
         share = np.exp(log_softmax(np.random.default_rng(size).normal(0, spread, size)))
         order = np.argsort(-share)
@@ -598,47 +523,15 @@ def test_every_sample_of_a_sentence_is_drawn_on_its_own():
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    "vocab, steps, message",
     [
-        ({"beam_size": 0}, "beam_size must be at least 1"),
-        ({"n_best": 0}, "n_best must be at least 1"),
-        ({"n_best": 5}, "n_best must be at most beam_size, .*; got 5 and 4"),
-        ({"length_penalty": -0.1}, "length_penalty must be at least 0"),
-        ({"length_penalty": float("nan")}, "length_penalty must be at least 0"),
-        ({"length_penalty": 10.5}, "at most 10; got 10.5"),
-        ({"min_length": -1}, "min_length must be at least 0"),
-        ({"max_extra_tokens": 0}, "max_extra_tokens must be at least 1"),
-        ({"beam_size": 2.0}, "beam_size must be a whole number; got 2.0"),
-        ({"beam_size": True}, "beam_size must be a whole number; got True"),
-        ({"early_stopping": 1}, "early_stopping must be true or false; got 1"),
-        ({"suppressed": 5}, "suppressed must be a list, each a whole number; got 5"),
-        ({"suppressed": (EOS,)}, "suppressed must be at least 4"),
-        ({"seed": 2**32}, "seed must be less than 4294967296"),
-        ({"top_k": 3}, "top_k is for samples; got 3 without sample=True"),
-        ({"sample": True, "temperature": 0.0}, "temperature must be at least"),
-        ({"sample": True, "temperature": 1e38}, "at most 1000000.0; got 1e"),
-        ({"sample": True, "temperature": np.nan}, "temperature must be .*at least"),
-        ({"sample": True, "temperature": "1"}, "temperature must be a number"),
-        ({"sample": True, "top_k": 0}, "top_k must be at least 1"),
-        ({"sample": True, "top_k": 2.5}, "top_k must be a whole number or none; got 2.5"),
-        ({"sample": True, "top_p": 0.0}, "top_p must be more than 0"),
-        ({"sample": True, "top_p": 1.1}, "top_p must be at most 1"),
+        (VOCAB, 0, "steps must be at least 1, for EOS; got 0"),
+        (4, 3, "more than the special tokens, which are 4; got 4"),
     ],
 )
-def test_settings_without_sense_are_refused(wrong, message):
-    """The rule, what was found, the way out."""
+def test_a_search_that_can_find_nothing_is_refused(vocab, steps, message):
     with pytest.raises(ValueError, match=message):
-        SearchConfig(**wrong)
-
-
-def test_a_search_without_a_step_is_refused():
-    with pytest.raises(ValueError, match="steps must be at least 1, for EOS; got 0"):
-        find(random_table(), [0], [3], steps=0)
-
-
-def test_a_vocabulary_of_special_tokens_alone_is_refused():
-    with pytest.raises(ValueError, match="more than the special tokens, which are 4; got 4"):
-        find(random_table(4), [0], [3])
+        find(random_table(vocab), [0], [3], steps=steps)
 
 
 def test_a_greedy_search_without_scores_finds_the_same():
@@ -681,16 +574,3 @@ def test_what_is_suppressed_is_in_the_vocabulary_of_the_model():
     for suppressed in ((12,), (5, 50)):
         with pytest.raises(ValueError, match="must be ids of the vocabulary, which has 12; got"):
             find(table, [0], [3], suppressed=suppressed)
-
-
-@pytest.mark.parametrize(
-    "scores, winner", [((-2.0, -1.0), 1), ((-1.0, -2.0), 0), ((-1.0, -1.0), 0), ((-np.inf, -1), 1)]
-)
-def test_of_two_finished_hypotheses_the_better_stays_and_the_earlier_if_they_tie(scores, winner):
-    both = [
-        Finished(jnp.full((1, 3), number), jnp.array([score]), jnp.array([score]))
-        for number, score in enumerate(scores)
-    ]
-    best = merge_finished(*both)
-    assert best.ids.tolist() == [[winner] * 3]
-    assert best.score.tolist() == best.log_prob.tolist() == [scores[winner]]

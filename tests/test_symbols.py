@@ -32,7 +32,6 @@ def run(tmp_path_factory):
 
 
 def test_a_tag_that_is_no_symbol_is_named_once_with_its_line(run, tmp_path, capsys):
-    """A single warning for each, and the lines are translated all the same."""
     lines = ["the >>deu<< house", "__PH1__ >>fra<<", "", ">>fra<< <b>x</b> >> a <<", "__PH2__"]
     (tmp_path / "in").write_text("\n".join([*lines, ""]))
     assert main(["translate", str(run), "--input", str(tmp_path / "in")]) == 0
@@ -71,7 +70,6 @@ def test_an_imported_model_knows_the_tags_of_its_vocabulary(tmp_path, caplog):
 
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
 def test_the_recipes_of_exports_read_symbols_as_the_run_does(tmp_path, rule):
-    """Of CTranslate2 and StableHLO, which encode by SentencePiece."""
     model = read_run(make_run(tmp_path / "run", rule))
     tokenizer = model.tokenizers[0]
     names = {"source_spm": tokenizer._processor, "lines": LINES}

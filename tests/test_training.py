@@ -1,7 +1,6 @@
 """Loss, schedule and step: one update, on any number of devices."""
 
 import dataclasses
-import inspect
 import json
 import math
 import struct
@@ -56,7 +55,7 @@ slow = pytest.mark.slow
 
 
 @slow
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_many_devices_learn_what_one_learns(devices):
     """With dropout, and uneven token counts: sums are divided once, by the global number of tokens.
 
@@ -94,9 +93,6 @@ def test_a_logit_of_minus_infinity_has_no_share_in_the_cross_entropy():
     expected = math.log(1 + math.exp(-1))
     loss, gradient = jax.value_and_grad(cross_entropy)(logits, jnp.int32(2), 0.0)
     assert float(loss) == pytest.approx(expected, rel=1e-6)
-    untyped = inspect.unwrap(cross_entropy)  # these tests' own check takes floats only
-    traced = jax.jit(untyped)(jnp.array([1.0, 2.0]), jnp.int32(1), 0.0)
-    assert float(traced) == pytest.approx(expected, rel=1e-6)
     share = 1 / (1 + math.e)
     np.testing.assert_allclose(gradient, [share, 0, -share], rtol=1e-6)
     sums = score_token(logits[None], jnp.int32(2), 0.0, 0.0, lambda logits, label: -logits[label])
@@ -166,8 +162,7 @@ def test_a_run_shorter_than_its_cooldown_begins_at_the_full_rate():
     assert rates[0][0] == pytest.approx(64**-0.5 * 100 / 101)
 
 
-@pytest.mark.parametrize("average", [0.0, 0.9])
-def test_a_step_keeps_the_types_of_parameters_and_of_all_that_a_checkpoint_has(average):
+def test_a_step_keeps_the_types_of_parameters_and_of_all_that_a_checkpoint_has():
     """Those of a model of one's own may be bfloat16, but its gradients and the rate are float32."""
 
     class Half(Transformer):
@@ -176,7 +171,7 @@ def test_a_step_keeps_the_types_of_parameters_and_of_all_that_a_checkpoint_has(a
             return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
     model = Half(ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2))
-    config = Config(model=model.config, training=TrainingConfig(ema_decay=average))
+    config = Config(model=model.config, training=TrainingConfig(ema_decay=0.9))
     start = partial(initial_state, model, config)
     before = jax.eval_shape(start, jax.ShapeDtypeStruct((), jnp.uint32))
     row = jax.ShapeDtypeStruct((2, 1, 2, 8), jnp.int32)
@@ -189,16 +184,12 @@ def test_a_step_keeps_the_types_of_parameters_and_of_all_that_a_checkpoint_has(a
 
 
 class Learner(NamedTuple):
-    """A model with dropout, and what is compiled for it once.
-
-    logits: as a function of parameters, rows and a dropout key, or None.
-    """
+    """A model with dropout, and what is compiled for it once."""
 
     model: Transformer
     config: Config
     step: Callable
     first: TrainState
-    logits: Callable
 
     def state(self):
         """The initial state, to be donated."""
@@ -210,15 +201,7 @@ def learner():
     sizes = ModelConfig(vocab_size=12, num_layers=1, d_model=8, d_ff=8, num_heads=2, dropout=0.4)
     config = Config(model=sizes, training=TrainingConfig(warmup_steps=5))
     model = Transformer(sizes)
-
-    def logits(params, batch, key, row=0):
-        rngs = {} if key is None else {"dropout": key}
-        variables, rows = {"params": params}, jnp.array([row])
-        hidden = model.apply(variables, batch, rows, method="hidden_states", rngs=rngs)
-        return model.apply(variables, hidden, method="logits")
-
-    step, first = make_train_step(model, config), init_state(model, config)
-    return Learner(model, config, step, first, jax.jit(logits))
+    return Learner(model, config, make_train_step(model, config), init_state(model, config))
 
 
 def two_rows():
@@ -263,38 +246,13 @@ def test_a_batch_has_each_row_once_and_other_modules_have_keys_of_their_own():
     assert [len(different) for different in keys.values()] == [1, 4]
 
 
-def test_rows_draw_different_dropout(learner):
-    """The same row on both devices: with one mask for both, its share would simply double."""
-    tokens = two_rows().source
-    same = jax.tree.map(lambda column: jnp.stack([column[1], column[1]]), tokens)
-    state = learner.state()
-    key = jax.random.fold_in(state.key, 0)
-    row = jax.tree.map(lambda column: column[0, 0], Batch(same, same))
-    logits = [learner.logits(state.params, row, key, number) for number in (0, 1)]
-    sums = [
-        sum_over_tokens(
-            lambda logits: logits,
-            each[None],
-            same.ids[0, 0],
-            same.segments[0, 0],
-            learner.config.training.label_smoothing,
-        )
-        for each in logits
-    ]
-    assert float(sums[0].loss) != pytest.approx(float(sums[1].loss), rel=1e-3)
-    expected = float(sums[0].loss + sums[1].loss) / 8
-    loss = float(learner.step(state, Batch(same, same))[1]["loss"])
-    assert loss == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_step_that_is_not_finite_changes_nothing_but_its_number(learner):
     broken = learner.state()
     table = broken.params["embedding"]["table"].at[5, 0].set(jnp.nan)
     broken = broken._replace(params={**broken.params, "embedding": {"table": table}})
     before = jax.device_get([broken.params, broken.opt_state])
     after, metrics = learner.step(broken, two_rows())
-    assert float(metrics["skipped"]) == 1
-    assert int(after.step) == 1
+    assert (float(metrics["skipped"]), int(after.step)) == (1, 1)
     now = jax.device_get([after.params, after.opt_state])
     jax.tree.map(np.testing.assert_array_equal, before, now)
 
@@ -408,20 +366,20 @@ def test_schedule_free_steps_at_a_constant_rate_and_evaluates_the_average():
     assert averaged_params(optax.adam(1e-3).init(params), params) is None
 
 
-OPTIMIZERS = {
-    "adafactor": optax.adafactor(1e-2),
-    "masked weight decay": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
-    "reducing on a plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
-    "schedule-free": optax.contrib.schedule_free_adamw(1e-2),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) for name in OPTIMIZERS])
-def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(learner, name):
+@slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    ],
+    ids=["masked weight decay", "reducing on a plateau"],
+)
+def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(learner, optimizer):
     config = dataclasses.replace(
         learner.config, model=dataclasses.replace(learner.config.model, dropout=0.0)
     )
-    model, optimizer = Transformer(config.model), OPTIMIZERS[name]
+    model = Transformer(config.model)
     state, step = init_state(model, config, optimizer), make_train_step(model, config, optimizer)
     losses = []
     for _ in range(9):
@@ -435,39 +393,11 @@ def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
 
 
-@slow
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_the_step_under_shard_map_computes_the_same_bits(learner, optimizer):
-    """The way on, should `jax.pmap` end. `check_vma` would sum gradients a second time."""
-    training = dataclasses.replace(learner.config.training, optimizer=optimizer)
-    config = dataclasses.replace(learner.config, training=training)
-    train_step, states = make_train_step(learner.model, config), []
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
-    everywhere, by_device = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("devices")
-
-    def of_device(state, batch):
-        return inspect.unwrap(train_step)(state, jax.tree.map(lambda column: column[0], batch))
-
-    mapped = jax.shard_map(
-        of_device,
-        mesh=mesh,
-        in_specs=(everywhere, by_device),
-        out_specs=everywhere,
-        check_vma=False,
-    )
-    for step in (train_step, jax.jit(mapped)):
-        state = init_state(learner.model, config)
-        for _ in range(3):
-            state, metrics = step(state, two_rows())
-        states.append(jax.device_get((state._replace(key=None), metrics)))
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
 def test_validation_has_no_dropout_and_no_smoothing(learner):
     params, batch = learner.state().params, two_rows()
     sums = make_eval_step(learner.model)(params, batch)
     rows = jax.tree.map(lambda column: column.reshape(2, 4), batch)
-    log_probs = jax.nn.log_softmax(learner.logits(params, rows, None))
+    log_probs = jax.nn.log_softmax(jax.jit(learner.model.apply)({"params": params}, rows))
     expected = -sum(
         float(log_probs[i, j, rows.target.ids[i, j]]) for i in (0, 1) for j in range(3 + i)
     )

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
+from flaxformer_min.config import ModelConfig, SearchConfig
 from flaxformer_min.decoding.batches import _search
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.tokens import Batch, Tokens
-from flaxformer_min.training.step import initial_state, make_train_step
 
 TESTS = Path(__file__).parent
 
@@ -57,26 +56,6 @@ def dtypes(tree):
 def test_parameters_are_float32(settings):
     config = ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2, **settings)
     assert dtypes(shapes_of(Transformer(config))) == {"float32"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", MODELS)
-def test_a_training_step_keeps_every_type(settings):
-    model = ModelConfig(30, num_layers=1, d_model=8, d_ff=8, num_heads=2, **settings)
-    training = TrainingConfig(
-        gradient_accumulation=2, clip_norm=1.0, ema_decay=0.9, cooldown_steps=2, steps=9
-    )
-    config = Config(DataConfig(), model, training)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    start = partial(initial_state, Transformer(model), config)
-    state = jax.eval_shape(start, seed)
-    row = jax.ShapeDtypeStruct((2, 2, 2, 8), jnp.int32)
-    batch = Batch(Tokens(row, row, row), Tokens(row, row, row))
-    after, metrics = jax.eval_shape(make_train_step(Transformer(model), config), state, batch)
-    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [
-        leaf.dtype for leaf in jax.tree.leaves(state)
-    ]
-    assert dtypes(metrics) == {"float32"}
 
 
 @pytest.mark.parametrize("settings, prefix", [*zip(SEARCHES, (3, 0, 3, 0, 0), strict=True)])

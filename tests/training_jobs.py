@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,21 +94,6 @@ def stopped_after(config: Config, workdir: Path, step: int, **options) -> TrainR
     assert result.stopped and result.step == step
     assert (workdir / "checkpoints" / str(step)).is_dir()
     return result
-
-
-@contextlib.contextmanager
-def logged_messages(level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collect what the package logs; caplog does the same within a single test."""
-    logger, handler, messages = logging.getLogger("flaxformer_min"), logging.Handler(), []
-    handler.emit = lambda record: messages.append(record.getMessage())
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 @contextlib.contextmanager
