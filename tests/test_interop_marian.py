@@ -27,7 +27,7 @@ from training_jobs import changed
 
 import flaxformer_min
 from flaxformer_min import train
-from flaxformer_min.config import SearchConfig
+from flaxformer_min.config import ModelConfig, SearchConfig
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.interop.marian_import import read_marian
 from flaxformer_min.interop.marian_npz import read_npz
@@ -35,7 +35,7 @@ from flaxformer_min.interop.marian_search import SPECIAL_IDS
 from flaxformer_min.interop.safetensors import read_safetensors, write_safetensors
 from flaxformer_min.interop.vocabulary import Specials, make_vocabulary
 from flaxformer_min.storage.run_folder import RunFolder
-from flaxformer_min.tokens import BOS
+from flaxformer_min.tokens import BOS, Tokens
 
 PAIRS = [(source, target) for source, target in zip(LINES[:12], LINES[12:24], strict=True)]
 VARIANTS = [
@@ -312,11 +312,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def logits_of(model, batches, epsilon=None):
+def logits_of(model, batches, epsilon=None, double=False):
     """Logits of a MarianMTModel for [batch length] ids, which have no padding."""
     import torch
 
-    model = model.float()
+    model = model.double() if double else model.float()
     for module in model.eval().modules():
         if epsilon is not None and hasattr(module, "normalized_shape"):
             module.eps = epsilon
@@ -378,6 +378,57 @@ def test_an_export_has_positions_for_the_longest_translation(tmp_path, transform
     theirs = logits_of(model, (source[:, :1024], target), epsilon=1e-6)
     difference = np.abs(theirs - ours_of(run, source[:, :1024], target)).max()
     assert difference < 2e-5 * max(1, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+def test_exported_logits_are_those_of_the_papers_formulas_in_float64(
+    tmp_path, transformers, layout
+):
+    """Loops over single numbers on one side, Hugging Face's double precision on the other."""
+    import reference
+    import torch
+
+    from flaxformer_min.interop.marian import marian_weights
+
+    sizes = {"vocab_size": 11, "num_layers": 2, "d_model": 8, "d_ff": 12, "num_heads": 2}
+    tiny = reference.tiny(ModelConfig(**sizes, positional_encoding=layout))
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 2), ("ffn_dim", 12), ("attention_heads", 2))
+    }
+    config = transformers.MarianConfig(
+        **sides,
+        vocab_size=11,
+        d_model=8,
+        activation_function="relu",
+        scale_embedding=True,
+        pad_token_id=0,
+        eos_token_id=3,
+        forced_eos_token_id=3,
+        decoder_start_token_id=2,
+        max_position_embeddings=16,
+    )
+    model = transformers.MarianMTModel(config).double()
+    params = jax.tree.map(np.float64, tiny.params["params"])
+    weights = marian_weights(tiny.config, params)
+    missing, unknown = model.load_state_dict(
+        {name: torch.tensor(values) for name, values in weights.items()}, strict=False
+    )
+    assert not unknown and {name.split(".")[-2] for name in missing} <= {
+        "lm_head",
+        "embed_positions",
+        "embed_tokens",
+    }
+    model.tie_weights()
+    positions = torch.tensor(reference.sinusoidal_encoding(range(16), 8, "halves"))
+    model.model.encoder.embed_positions.weight.data = positions
+    model.model.decoder.embed_positions.weight.data = positions
+    row = Tokens(jnp.array([5, 9, 4, 3]), jnp.arange(4), jnp.ones(4, jnp.int32))
+    expected = reference.transformer(params, tiny.config, row, row)["logits"]
+    theirs = logits_of(model, ([[5, 9, 4, 3]], [[2, 5, 9, 4]]), epsilon=1e-6, double=True)[0]
+    print("largest difference of logits:", np.abs(theirs - expected).max())
+    assert np.abs(theirs - expected).max() < 1e-12
 
 
 def opus_like(transformers, folder, spm):

@@ -1,6 +1,7 @@
 """Loss, schedule and step: one update, on any number of devices."""
 
 import dataclasses
+import inspect
 import json
 import math
 import struct
@@ -391,6 +392,34 @@ def test_any_optimizer_of_optax_learns_and_a_broken_step_leaves_its_state_alone(
     state, metrics = step(state._replace(params=broken), two_rows())
     assert float(metrics["skipped"]) == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
+
+
+@slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_the_step_under_shard_map_computes_the_same_bits(learner, optimizer):
+    """The way on, should `jax.pmap` end. `check_vma` would sum gradients a second time."""
+    training = dataclasses.replace(learner.config.training, optimizer=optimizer)
+    config = dataclasses.replace(learner.config, training=training)
+    train_step, states = make_train_step(learner.model, config), []
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
+    everywhere, by_device = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("devices")
+
+    def of_device(state, batch):
+        return inspect.unwrap(train_step)(state, jax.tree.map(lambda column: column[0], batch))
+
+    mapped = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(everywhere, by_device),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    for step in (train_step, jax.jit(mapped)):
+        state = init_state(learner.model, config)
+        for _ in range(3):
+            state, metrics = step(state, two_rows())
+        states.append(jax.device_get((state._replace(key=None), metrics)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_validation_has_no_dropout_and_no_smoothing(learner):
