@@ -9,9 +9,9 @@ the config that trains on them:
 
 With another folder: `--data.corpus text:FOLDER`. A question stands in one split only, whatever its
 answers, spaces and punctuation: 90 % train, 5 % validation, 5 % test. Many answers fit a question
-and one is given, so scores are low; what they are good for is to compare two runs. Loss is lowest
-when the model says what fits anything, BLEU later: the best checkpoint is chosen by BLEU, which for
-Korean counts characters, or morphemes where MeCab is installed.
+and one is given, so scores are low and only compare two runs. Loss is lowest while the model gives
+answers that fit any question, and BLEU peaks later: the best checkpoint is chosen by BLEU, which
+for Korean counts characters, or morphemes where MeCab is installed.
 """
 
 import csv

@@ -1,7 +1,7 @@
 """The paper's big model on WMT 2014 English-German (table 3 "big", sections 5.1-5.4 and 6.1).
 
 As `wmt14_base.py`, with the sizes, the dropout and the 300,000 steps of "big". At its 1.0 s a step
-10 minutes are 600 steps; the mean is that of the last 20 checkpoints, of 2.6 GB each.
+10 minutes are 600 steps; the last 20 checkpoints, of 2.6 GB each, are averaged.
 
     python train.py configs/wmt14_big.py --data.download
 

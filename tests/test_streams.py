@@ -62,24 +62,6 @@ def test_a_full_disk_is_an_error(tmp_path):
     assert not (tmp_path / "end").exists()
 
 
-def test_a_signal_is_remembered_though_nobody_reads_what_is_said_of_it():
-    """`train.py 2>&1 | tee log`, and Ctrl-C, which ends both."""
-    program = (
-        "import os, signal, sys; from flaxformer_min.system.signals import StopRequest\n"
-        "with StopRequest('finishing') as stop:\n"
-        "    sys.stdin.readline()\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('status', stop.status)\n"
-    )
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with python(program, **pipes) as asked:
-        asked.stderr.close()
-        asked.stdin.write(b"\n")
-        asked.stdin.close()
-        assert asked.stdout.read() == b"status 130\n"
-    assert asked.returncode == 0
-
-
 def test_closed_streams_lead_nowhere_and_their_numbers_are_not_given_away(tmp_path):
     program = (
         "import os, sys; from flaxformer_min.system.streams import open_streams\n"

@@ -29,7 +29,7 @@ def check_begin(
         )
 
 
-def check_vocabulary(vocab: int, suppressed: tuple[int, ...]) -> None:
+def check_logits(vocab: int, suppressed: tuple[int, ...]) -> None:
     """Raise ValueError unless the vocabulary has regular tokens, and all suppressed ones."""
     if vocab <= FIRST_REGULAR_ID:
         raise ValueError(

@@ -4,7 +4,8 @@
     while more than half of the sentences are alive: take a step           `_step`
         the model reads the newest tokens                                  `decode_step`
         each sentence ends some hypotheses and extends the others          `advance`, `choices`
-    keep the alive half, with twice the room in its cache; again           `_halve`
+    keep the alive half, with twice the room in its cache, and go on;      `_halve`
+    the last loop runs until no sentence is alive
 
 Finished hypotheses are kept apart from live ones, so they never take a slot of the beam. A slot
 without a hypothesis (hopeless, or a sample that has ended) has log-probability -inf.
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from flaxformer_min.config import SearchConfig
-from flaxformer_min.decoding.checks import check_begin, check_vocabulary
+from flaxformer_min.decoding.checks import check_begin, check_logits
 from flaxformer_min.decoding.choices import Choice, choose_beam, choose_greedy, choose_random
 from flaxformer_min.decoding.ensemble import EnsembleCache
 from flaxformer_min.model.transformer import first_tokens
@@ -137,8 +138,8 @@ def advance(
     length), is better than the worst finished score (-inf while fewer than n_best have finished).
     This loses nothing. A log-probability is at most zero and only falls; with alpha >= 0, the
     penalty only grows with length. So no continuation has a score above the bound, and an earlier
-    hypothesis wins a tie. Nor does it gain anything: the bound falls with log_prob alone,
-    so the slot of a hopeless hypothesis could only be taken by a less likely one, hopeless as well.
+    hypothesis wins a tie. It frees no slot for a better hypothesis, either: whatever took it would
+    be less likely, so hopeless as well. But a sentence is done when no hypothesis is alive.
 
     With early stopping, once `beam_size` hypotheses have ended, the score so far takes the place of
     the bound. What is worse by then could win only if further tokens cost less than the length
@@ -322,7 +323,7 @@ def _step(
     logits, cache = apply(
         state.sentences.live.token, state.cross, state.cache, method="decode_step"
     )
-    check_vocabulary(logits.shape[-1], config.suppressed)
+    check_logits(logits.shape[-1], config.suppressed)
     batched_advance = jax.vmap(partial(advance, config=config, scores=scores), in_axes=(0, 0, None))
     sentences, parents = batched_advance(state.sentences, logits, state.step)
     if parents is not None:

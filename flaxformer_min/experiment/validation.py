@@ -27,6 +27,7 @@ from flaxformer_min.experiment.report import format_example
 from flaxformer_min.languages import parse_languages
 from flaxformer_min.system.distributed import count, gather, index
 from flaxformer_min.system.signals import StopCheck, Stopped
+from flaxformer_min.training.loss import Sums
 from flaxformer_min.training.step import make_eval_step
 
 LOGGER = logging.getLogger("flaxformer_min")
@@ -64,15 +65,15 @@ class Validator:
     def __call__(self, params: Any, step: int) -> dict[str, float] | None:
         """Validate the parameters of a step."""
         try:
-            total = self._sums(params)
+            sums = self._sums(params)
             translations = self._translate(params)
         except Stopped:
             return None
-        loss = float(total[1] / total[3])
+        loss = float(sums.negative_log_likelihood / sums.tokens)
         scores = {
             "validation_loss": loss,
             "validation_perplexity": perplexity(-loss, tokens=1),
-            "validation_accuracy": float(total[2] / total[3]),
+            "validation_accuracy": float(sums.correct / sums.tokens),
         }
         text = f"validation: loss {loss:.3f} nats, perplexity {scores['validation_perplexity']:.2f}"
         if self._sample:
@@ -86,14 +87,14 @@ class Validator:
         LOGGER.info(text)
         return scores
 
-    def _sums(self, params: Any) -> np.ndarray:
+    def _sums(self, params: Any) -> Sums:
         sums = []
         for number in range(len(self._batches)):
             if self._stop is not None and self._stop():
                 raise Stopped
             batch = shard_batch(self._batches[number], jax.local_device_count())
             sums.append(self._eval_step(params, batch))
-        return np.sum(jax.device_get(sums), axis=0)
+        return Sums(*np.sum(jax.device_get(sums), axis=0))
 
     def _translate(self, params: Any) -> list[str]:
         """Translate the sample; each process takes a share of it."""

@@ -197,7 +197,6 @@ class Checkpoints:
         with self._clear_errors(), main_process_first(f"description of {step}"):
             if is_main_process():
                 new = {**json.loads(file.read_text()), **meta, "metric": metric}
-                new.pop("rank", None)  # what earlier versions wrote instead of the metric
                 new = json.loads(json.dumps(new))
                 write_atomically(file, json.dumps({**new, "checksum": meta_checksum(new)}))
         self._costs[step] = None if metric is None else metric.cost

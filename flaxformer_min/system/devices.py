@@ -50,19 +50,13 @@ def _sharding(devices: Sequence[jax.Device], spec: Any) -> jax.sharding.NamedSha
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("devices",)), spec)
 
 
-def on_each_device(
-    program: Callable[..., Any],
-    devices: Sequence[jax.Device],
-    trees: int,
-    donate: tuple[int, ...] = (),
-) -> Any:
+def on_each_device(program: Callable[..., Any], devices: Sequence[jax.Device], trees: int) -> Any:
     """Return `program(params, *trees)` for all devices, each with its part of the trees.
 
     As `jax.pmap`, but the compiled program is freed with those who use it; pmap's caches keep it.
 
-    trees:  how many arguments follow the parameters. Outside, all their arrays and those of the
-            result are [devices ...]; inside, without that axis.
-    donate: numbers of the arguments whose memory the result may reuse.
+    trees: how many arguments follow the parameters. Outside, all their arrays and those of the
+           result are [devices ...]; inside, without that axis.
     """
 
     def of_device(params: Any, *trees: Any) -> Any:
@@ -78,7 +72,7 @@ def on_each_device(
         out_specs=divided.spec,
         check_vma=False,
     )
-    return jax.jit(mapped, in_shardings=inputs, out_shardings=divided, donate_argnums=donate)
+    return jax.jit(mapped, in_shardings=inputs, out_shardings=divided)
 
 
 def replicate(tree: Any, devices: list[jax.Device]) -> Any:

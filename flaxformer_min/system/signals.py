@@ -44,10 +44,10 @@ class StopRequest:
     as under nohup, it stays ignored.
     """
 
-    def __init__(self, announcement: str = ""):
-        """Take a text to write to stderr at the first signal."""
+    def __init__(self):
+        """Begin without a signal."""
         self.signal_number: int | None = None
-        self._announcement, self._since = announcement, 0.0
+        self._since = 0.0
         self._before: dict = {}
 
     def __call__(self) -> bool:
@@ -78,10 +78,6 @@ class StopRequest:
                 return
             os._exit(128 + number)
         self.signal_number, self._since = number, time.monotonic()
-        if self._announcement:
-            # To the descriptor, because the signal may interrupt a write to sys.stderr.
-            with contextlib.suppress(OSError):
-                os.write(2, f"\n{self._announcement}\n".encode())
 
 
 class InterruptOnSignal(StopRequest):

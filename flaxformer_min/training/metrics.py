@@ -130,7 +130,7 @@ def read_metrics(jsonl: Path) -> list[dict]:
     records = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            # Earlier versions wrote NaN, which is not JSON.
+            # NaN is not JSON, but Python reads it.
             records.append(json.loads(line, parse_constant=lambda name: None))
     return [
         record

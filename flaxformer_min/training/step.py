@@ -129,10 +129,10 @@ def randomness(
     config: TrainingConfig,
 ) -> Randomness:
     """Return the randomness of a step, device and accumulated batch of this many rows."""
-    place = device * config.gradient_accumulation + number
+    part = device * config.gradient_accumulation + number
     key = jax.random.fold_in(state.key, state.step)
-    rngs = {"dropout": key, "by_device": jax.random.fold_in(key, place)}
-    return Randomness(rngs, place * rows + jnp.arange(rows, dtype=jnp.int32))
+    rngs = {"dropout": key, "by_device": jax.random.fold_in(key, part)}
+    return Randomness(rngs, part * rows + jnp.arange(rows, dtype=jnp.int32))
 
 
 def _hidden_states(
