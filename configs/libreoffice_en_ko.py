@@ -5,9 +5,9 @@ benchmarks/libreoffice.py makes the text of two packages, also for other languag
     python benchmarks/libreoffice.py help-en-us help-ko data/libreoffice_en_ko
     python train.py configs/libreoffice_en_ko.py
 
-`--data.languages ko-en --workdir runs/libreoffice_ko_en` trains the reverse direction. A step takes
-0.5 s of one core of an EPYC (Zen 4), so all take about an hour and 40 minutes there, less on two.
-The full 12,000 steps have not been trained; docs/results.md has shorter runs.
+`--data.languages ko-en --workdir runs/libreoffice_ko_en` trains the reverse direction. All 6,000
+steps (17 epochs) take 49 minutes of one core of an EPYC (Zen 4), and reach 39.7 BLEU of characters
+and 34.9 chrF2 on the test split (docs/results.md).
 """
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig, SearchConfig, TrainingConfig
@@ -31,12 +31,12 @@ config = Config(
     ),
     training=TrainingConfig(
         optimizer="muon",
-        steps=12_000,
-        warmup_steps=600,
-        cooldown_steps=8_000,
-        learning_rate_scale=1.018,  # at its highest 0.003
+        steps=6_000,
+        warmup_steps=400,
+        cooldown_steps=4_000,
+        learning_rate_scale=0.831,  # at its highest 0.003
         validate_every=1_000,
-        validation_sentences=493,
+        validation_sentences=1_000,  # all of them
         save_every=1_000,
         best_by="bleu",
     ),
