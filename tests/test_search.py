@@ -14,7 +14,7 @@ import slow_search
 
 from flaxformer_min.config import SearchConfig
 from flaxformer_min.decoding.choices import choose_greedy, nucleus, sample_token, top_k_tokens
-from flaxformer_min.decoding.search import search
+from flaxformer_min.decoding.search import Finished, merge_finished, search
 from flaxformer_min.kernels.backend import compiling_for
 from flaxformer_min.tokens import BOS, EOS, PAD, UNK
 
@@ -574,3 +574,16 @@ def test_what_is_suppressed_is_in_the_vocabulary_of_the_model():
     for suppressed in ((12,), (5, 50)):
         with pytest.raises(ValueError, match="must be ids of the vocabulary, which has 12; got"):
             find(table, [0], [3], suppressed=suppressed)
+
+
+@pytest.mark.parametrize(
+    "scores, winner", [((-2.0, -1.0), 1), ((-1.0, -2.0), 0), ((-1.0, -1.0), 0), ((-np.inf, -1), 1)]
+)
+def test_of_two_finished_hypotheses_the_better_stays_and_the_earlier_if_they_tie(scores, winner):
+    both = [
+        Finished(jnp.full((1, 3), number), jnp.array([score]), jnp.array([score]))
+        for number, score in enumerate(scores)
+    ]
+    best = merge_finished(*both)
+    assert best.ids.tolist() == [[winner] * 3]
+    assert best.score.tolist() == best.log_prob.tolist() == [scores[winner]]
