@@ -219,12 +219,12 @@ class TrainingConfig:
     r_drop: float = setting(0.0, at_least=0)
     """Above 0: run each batch twice with different dropout, and add the symmetric KL divergence of
     the two predictions to the loss, with this weight (R-Drop, Liang et al. 2021; their α). A step
-    takes twice as long."""
+    takes up to twice as long."""
 
     simcut: float = setting(0.0, at_least=0)
     """Above 0: also run each batch with a share of its token embeddings zeroed, on both sides, and
     add KL(whole || cut) of the two predictions to the loss, with this weight (SimCut, Gao et al.
-    2022; their α, 3 there). A step takes twice as long."""
+    2022; their α, 3 there). A step takes up to twice as long."""
 
     simcut_share: float = setting(0.05, more_than=0, less_than=1)
     """Of `simcut`: the probability that the embedding of a token is zeroed; their p_cut."""
