@@ -1,6 +1,7 @@
 """A process that is killed leaves a folder from which the next one continues without a trace."""
 
 import errno
+import shutil
 
 import pytest
 from training_jobs import shared_programs
@@ -53,3 +54,12 @@ def test_what_a_kill_leaves_of_a_file_is_removed(tmp_path):
         (tmp_path / name).write_text("of somebody else")
     with run.locked():
         assert sorted(path.name for path in tmp_path.iterdir()) == [*others, "lock"]
+
+
+def test_an_error_is_told_though_the_new_folder_is_gone(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="^of the training$"),
+        RunFolder(tmp_path / "run").locked(),
+    ):
+        shutil.rmtree(tmp_path / "run")
+        raise RuntimeError("of the training")

@@ -285,7 +285,7 @@ class RunFolder:
             try:
                 yield self
             finally:
-                if is_new and os.listdir(self.path) == ["lock"]:
+                if is_new and [path.name for path in self.path.glob("*")] == ["lock"]:
                     shutil.rmtree(self.path, ignore_errors=True)
 
     def _write_id(self, lock: int) -> None:
