@@ -113,11 +113,7 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
     with its parameters.
     """
     if config.training.init_from:
-        former = RunFolder(config.training.init_from)
-        former.check_model(config.model)
-        _check_tokenizers(config, former)
-        for tokenizer, path in zip(former.tokenizers(), paths, strict=True):
-            write_atomically(path, tokenizer.model)
+        _copy_tokenizers(config, RunFolder(config.training.init_from), paths)
         return
     if config.data.tokenizers == "imported":
         raise ValueError(
@@ -152,6 +148,13 @@ def make_tokenizers(config: Config, pairs: Pairs, paths: tuple[Path, Path]) -> N
         return
     for side, vocab_size in enumerate((model.source_vocab_size, model.vocab_size)):
         train_one(paths[side], vocab_size, (side,))
+
+
+def _copy_tokenizers(config: Config, former: RunFolder, paths: tuple[Path, Path]) -> None:
+    former.check_model(config.model)
+    _check_tokenizers(config, former)
+    for tokenizer, path in zip(former.tokenizers(), paths, strict=True):
+        write_atomically(path, tokenizer.model)
 
 
 def _check_tokenizers(config: Config, former: RunFolder) -> None:
