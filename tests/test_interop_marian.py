@@ -335,6 +335,11 @@ def ours_of(run, source, target):
     return np.asarray(translator.models[0].apply({"params": translator.runner.params}, batch))
 
 
+def both_sides(**sizes):
+    """The settings of a MarianConfig that encoder and decoder have each."""
+    return {f"{side}_{name}": sizes[name] for side in ("encoder", "decoder") for name in sizes}
+
+
 def random_ids(vocab_size, seed=0, start=BOS):
     rng = np.random.default_rng(seed)
     source = rng.integers(4, vocab_size, (3, 9))
@@ -392,13 +397,8 @@ def test_exported_logits_are_those_of_the_papers_formulas_in_float64(
 
     sizes = {"vocab_size": 11, "num_layers": 2, "d_model": 8, "d_ff": 12, "num_heads": 2}
     tiny = reference.tiny(ModelConfig(**sizes, positional_encoding=layout))
-    sides = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (("layers", 2), ("ffn_dim", 12), ("attention_heads", 2))
-    }
     config = transformers.MarianConfig(
-        **sides,
+        **both_sides(layers=2, ffn_dim=12, attention_heads=2),
         vocab_size=11,
         d_model=8,
         activation_function="relu",
@@ -439,13 +439,8 @@ def opus_like(transformers, folder, spm):
     vocabulary = ["</s>", "<unk>", *words[::-1], ">>deu<<", "漢", "<pad>"]
     size = len(vocabulary)
     torch.manual_seed(0)
-    sides = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))
-    }
     config = transformers.MarianConfig(
-        **sides,
+        **both_sides(layers=2, ffn_dim=48, attention_heads=4),
         vocab_size=size,
         d_model=32,
         activation_function="swish",
